@@ -86,6 +86,11 @@ def check_ledger(config: ModelConfig, source: TensorSource, *, fused: bool = Fal
     Raises:
         ValueError: lists missing tensors, tensors nothing uses, and wrong shapes.
     """
+    if config.num_layers > len(source.shapes):  # so that an absurd count is not spelled out layer by layer
+        raise ValueError(
+            f"{source.origin}: the config asks for {config.num_layers} layers, but there are only "
+            f"{len(source.shapes)} tensors. Use the config.json that belongs to these weights."
+        )
     expected = {
         part.name: part.shape
         for path in param_shapes(config)

@@ -60,7 +60,7 @@ class ModelConfig:
         """
         if longest is None:
             return self
-        self._check_length(longest)
+        self.check_length(longest)
         return self if self.longrope is None else dataclasses.replace(self, rope=self.longrope.at(longest))
 
     def check_request(self, total: int) -> None:
@@ -69,7 +69,7 @@ class ModelConfig:
         Raises:
             ValueError: beyond `max_positions`, or on the other side of the longrope boundary.
         """
-        self._check_length(total)
+        self.check_length(total)
         if self.longrope is not None and self.rope != self.longrope.at(total):
             boundary = self.longrope.boundary
             long = total > boundary
@@ -83,9 +83,14 @@ class ModelConfig:
         """Bytes that keys and values of one token take over all layers, at `itemsize` bytes a number."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * itemsize
 
-    def _check_length(self, total: int) -> None:
+    def check_length(self, total: int) -> None:
+        """Refuses more positions than the model was made for; `check_request` also knows the longrope boundary.
+
+        Raises:
+            ValueError: names `total` and the limit.
+        """
         if not 1 <= total <= self.max_positions:
             raise ValueError(
                 f"The request needs {total} positions (prefix, context, query and new tokens), but this {self.family} "
-                f"model serves 1 to {self.max_positions}. Use fewer chunks, a shorter query or a smaller max_new_tokens."
+                f"model serves 1 to {self.max_positions}. Use fewer chunks, a shorter query or fewer new tokens."
             )

@@ -58,7 +58,6 @@ def count_params(config: ModelConfig) -> int:
 
 def random_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
     """Random parameters whose norm scales are not one and whose biases are not zero, so that an omitted one shows."""
-
     keys = iter(jax.random.split(key, len(param_shapes(config))))
 
     def draw(path: Path, shape: tuple[int, ...]) -> jax.Array:

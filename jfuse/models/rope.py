@@ -49,12 +49,3 @@ def angles(rope: Rope, positions: Int[AnyArray, " T"]) -> tuple[Float[Array, "T 
     """Cosine and sine of position times inverse frequency, float32, times the attention factor."""
     phase = jnp.asarray(positions, jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)
     return jnp.cos(phase) * rope.attention_factor, jnp.sin(phase) * rope.attention_factor
-
-
-def rotate(x: Float[Array, "T n H"], cos: Float[Array, "T F"], sin: Float[Array, "T F"]) -> Float[Array, "T n H"]:
-    """Rotates the leading 2F dimensions of every head; dimensions past the rotary part stay bit-identical."""
-    half = cos.shape[-1]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
-    return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
