@@ -1,0 +1,134 @@
+"""Static settings of a request: what a selector must see, and how a fusion runs."""
+
+import math
+import numbers
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+Implementation = Literal["xla", "pallas"] | None
+TokenView = Literal["none", "query", "prefix", "anchors", "context"]
+BudgetRule = Literal["floor_min1", "floor", "round_half_even_min1", "round_half_even", "ceil"]
+
+
+@dataclass(frozen=True)
+class View:
+    """QCFuse's token view and layer view: what must be readable before positions can be selected.
+
+    `tokens`: what the query is run over before its states score ("none": no probe at all; "query": the query alone;
+    "prefix": system prefix; "anchors": prefix and per-chunk anchors; "context": prefix and whole stitched context).
+    `layers`: 0-based layers whose context keys are scored; negative counts from the end; None means every layer.
+    """
+
+    tokens: TokenView = "none"
+    layers: tuple[int, ...] | None = ()
+    anchor_ratio: float = 0.1
+    values: bool = False
+    fresh: int = 0
+
+    def __post_init__(self):
+        if self.tokens not in get_args(TokenView):
+            raise ValueError(f"View.tokens is {self.tokens!r}; use one of {', '.join(get_args(TokenView))}.")
+        checked_ratio(self.anchor_ratio, name="View.anchor_ratio")
+        if self.fresh < 0:
+            raise ValueError(f"View.fresh is {self.fresh}; use a layer count >= 0.")
+
+    def layer_indices(self, num_layers: int) -> tuple[int, ...]:
+        """The view's layers as indices 0..num_layers-1, in the view's order.
+
+        Raises:
+            ValueError: a layer outside the model, or named twice.
+        """
+        if self.layers is None:
+            return tuple(range(num_layers))
+        for layer in self.layers:
+            if not -num_layers <= layer < num_layers:
+                raise ValueError(
+                    f"View.layers holds {layer}, but this model has layers 0..{num_layers - 1} "
+                    f"(layers count from 0; negative counts from the end, down to {-num_layers})."
+                )
+        layers = tuple(layer % num_layers for layer in self.layers)
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"View.layers {self.layers} names a layer twice; it would be counted twice. Drop one.")
+        return layers
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """How one request is fused. Ratios count context positions only."""
+
+    ratio: float | None = None  # None: the selector's own default
+    pad_to: int = 512  # context bucket
+    row_block: int = 128  # recomputed-row bucket
+    ahead: int = 2  # layers in flight from the host
+    implementation: Implementation = None
+
+    def __post_init__(self):
+        if self.ratio is not None:
+            object.__setattr__(self, "ratio", checked_ratio(self.ratio, name="FusionConfig.ratio"))
+        for name in ("pad_to", "row_block", "ahead"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"FusionConfig.{name} is {value!r}; use an integer >= 1.")
+        if self.implementation not in (None, "xla", "pallas"):
+            raise ValueError(f'FusionConfig.implementation is {self.implementation!r}; use None, "xla" or "pallas".')
+
+
+def checked_ratio(ratio: float, *, name: str = "ratio") -> float:
+    """`ratio` as a float in [0, 1].
+
+    Raises:
+        TypeError: not a real number (a string "0.3" is refused rather than converted).
+        ValueError: outside [0, 1] or NaN.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real):
+        raise TypeError(f"{name} is {ratio!r} of type {type(ratio).__name__}; use a number from 0 to 1.")
+    if not 0.0 <= float(ratio) <= 1.0:
+        raise ValueError(f"{name} is {ratio}; use a number from 0 (reuse) to 1 (full prefill).")
+    return float(ratio)
+
+
+def budget(rule: BudgetRule, ratio: float, n: int) -> int:
+    """How many of `n` positions a ratio buys, exactly, by the method's own rounding rule (methods differ).
+
+    The ratio is read as the fraction with denominator up to 10^6 that is nearest, so that 0.29 of 100 is 29 and 1/3
+    of 3 is 1. The `_min1` rules give at least one position for a positive ratio.
+
+    >>> budget("floor_min1", 0.29, 100), budget("floor_min1", 1 / 3, 3), budget("floor_min1", 0.05, 9)
+    (29, 1, 1)
+    """
+    exact = Fraction(checked_ratio(ratio)).limit_denominator(10**6) * n
+    base, _, least = rule.partition("_min")
+    count = {"floor": math.floor, "ceil": math.ceil, "round_half_even": round}[base](exact)
+    at_least = int(least) if least and exact > 0 else 0
+    return min(n, max(count, at_least))
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is >= n.
+
+    >>> round_up(700, 512)
+    1024
+    """
+    return -(-n // multiple) * multiple
+
+
+def context_bucket(num_prefix: int, num_context: int, pad_to: int = 512) -> int:
+    """Padded length of a context buffer. The prefix is padded apart, so that one prefix costs no extra variants."""
+    return round_up(num_prefix, 64) + round_up(num_context, pad_to)
+
+
+def anchor_bucket(num_prefix: int, num_context: int, ratio: float, num_anchors: int, pad_to: int = 512) -> int:
+    """Padded length of an anchor cache: a function of the context bucket unless tiny chunks need more room."""
+    usual = math.ceil(ratio * round_up(num_context, pad_to)) + 64
+    return round_up(num_prefix, 64) + round_up(max(usual, num_anchors), 128)
+
+
+def query_bucket(num_query: int) -> int:
+    """Padded length of a query."""
+    return round_up(num_query, 64)
+
+
+def chunk_bucket(num_tokens: int) -> int:
+    """Padded length of a chunk: multiples of 128 up to 512, of 512 above."""
+    return round_up(num_tokens, 128 if num_tokens <= 512 else 512)

@@ -1,0 +1,250 @@
+"""Fusion: selected positions run again under the real context, and their keys and values replace the cached ones.
+
+In come a stitched `ContextCache` and a `Selection`; out comes the fused cache. `fuse` gathers the selected rows and
+runs only them; `soft_fuse` recomputes everything and mixes, which is slow, differentiable, and the definition that
+`fuse` must equal at 0/1 weights: an unselected position's hidden state reaches nobody.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jfuse.config import Implementation, round_up
+from jfuse.models.config import ModelConfig
+from jfuse.models.decoder import Model, Params, Rows, finish, project, start
+from jfuse.pallas.rotate import rotate
+from jfuse.pallas.selective_attention import selective_attention
+from jfuse.pallas.soft_attention import soft_attention
+from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnyArray, ContextCache, LayerKV, Selection
+
+
+class Work(NamedTuple):
+    """The static shape of a hard selection: what a fusion will run. Host values."""
+
+    rows: tuple[int, ...]  # recomputed positions per layer, exact, not growing with depth
+    restricted: bool  # whether recomputed rows see less than their whole prefix
+
+
+def fusion_work(selection: Selection) -> Work:
+    """Counts a hard selection. This is the one point where a fusion waits for the device.
+
+    Raises:
+        TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`.
+    """
+    if selection.recompute.dtype != np.bool_:
+        raise TypeError(
+            f"fuse takes a boolean selection, got {selection.recompute.dtype} weights; "
+            "use soft_fuse, or select with pick=top_k."
+        )
+    counts, restricted = jax.device_get(_count(selection))
+    return Work(tuple(int(n) for n in counts), bool(restricted))
+
+
+@jax.jit
+def _count(selection: Selection):
+    return selection.recompute.sum(-1), ~selection.visible.all()
+
+
+def fuse(
+    model: Model,
+    context: ContextCache,
+    selection: Selection,
+    *,
+    work: Work | None = None,
+    row_block: int = 1,
+    donate: bool = False,
+    implementation: Implementation = None,
+) -> ContextCache:
+    """The fused cache KV^Fuse(C): rows gathered, scattered before they attend, causal by position (QCFuse section 3.4).
+
+    `context.kv` may be an iterator over layers that are still arriving. Rows start from token embeddings. A row that is
+    not selected at the next layer needs only its keys and values here, so its attention and MLP are left out; that
+    is so for every row at the last layer.
+
+    Args:
+        work: `fusion_work(selection)` if it is known already; needed inside a trace.
+        row_block: rows are padded to a multiple of this, so that similar budgets share one compilation; serving uses
+            128.
+        donate: overwrite the given layers in place. Only while serving: the caller's `context` is gone afterwards.
+
+    Raises:
+        TypeError: a soft selection.
+        ValueError: target sets that are not nested in depth.
+    """
+    work = work or fusion_work(selection)
+    if any(deeper > upper for upper, deeper in zip(work.rows, work.rows[1:], strict=False)):
+        raise ValueError(f"Rows per layer {work.rows} grow with depth; a position must run through all earlier layers.")
+    sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
+    segments = jnp.asarray(context.segments)
+    positions = jnp.asarray(context.positions, jnp.int32)
+    kv, state = [], None
+    for l, pic in enumerate(context.kv):
+        if sizes[l] == 0:
+            kv.append(pic)
+            continue
+        if state is None:
+            state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
+        same = work.rows[l + 1] == work.rows[l] if l + 1 < len(work.rows) else False
+        stay = None if same or sizes[l + 1] == 0 else _stay(state.index, selection.recompute[l + 1], sizes[l + 1])
+        visible = _visible(selection, l, segments) if work.restricted else None
+        run = _fuse_layer_donating if donate else fuse_layer
+        x, pic = run(
+            model.config,
+            model.layers[l],
+            state,
+            pic,
+            positions,
+            stay,
+            visible,
+            selection.window,
+            keys_only=sizes[l + 1] == 0,
+            implementation=implementation,
+        )
+        state = state._replace(x=x) if stay is None else _compact(state, x, stay)
+        kv.append(pic)
+    return context._replace(kv=tuple(kv))
+
+
+class FusionState(NamedTuple):
+    """The rows under recomputation between two layers. Padding rows have index S: gathers fill, scatters drop."""
+
+    x: Float[Array, "R D"]
+    index: Int[Array, " R"]  # place in the context, sorted
+    rows: Rows
+
+
+@functools.partial(jax.jit, static_argnames=("config", "size"))
+def _gather(config, params, tokens, positions, recompute, size) -> FusionState:
+    """Rows of the first layer: token embeddings of the selected positions, never a cached hidden state."""
+    (index,) = jnp.nonzero(recompute, size=size, fill_value=recompute.shape[0])
+    at = positions.at[index].get(mode="fill", fill_value=PAD_POSITION)
+    x, rows = start(config, params, jnp.asarray(tokens).at[index].get(mode="fill", fill_value=0), at)
+    return FusionState(x, index.astype(jnp.int32), rows)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _stay(index: Int[Array, " R"], recompute: Bool[Array, " S"], size: int) -> Int[Array, " r"]:
+    """Which of the rows go on to the next layer; padding points past the end."""
+    goes_on = recompute.at[index].get(mode="fill", fill_value=False)
+    return jnp.nonzero(goes_on, size=size, fill_value=index.shape[0])[0].astype(jnp.int32)
+
+
+@jax.jit
+def _compact(state: FusionState, x: Float[Array, "r D"], stay: Int[Array, " r"]) -> FusionState:
+    index = state.index.at[stay].get(mode="fill", fill_value=2**30)
+    return FusionState(x, index, _take_rows(state.rows, stay))
+
+
+def _take_rows(rows: Rows, stay: Int[Array, " r"]) -> Rows:
+    cos, sin = (table.at[stay].get(mode="fill", fill_value=0) for table in (rows.cos, rows.sin))
+    return Rows(rows.positions.at[stay].get(mode="fill", fill_value=PAD_POSITION), cos, sin)
+
+
+@jax.jit
+def _visible(selection: Selection, l: int, segments: Int[Array, " S"]) -> Bool[Array, " S"]:
+    """The recomputation context of layer l; the system prefix is always in it."""
+    layer = jnp.minimum(l, selection.visible.shape[0] - 1)
+    return selection.visible[layer] | (segments == PREFIX_SEGMENT)
+
+
+def _fuse_layer(
+    config: ModelConfig,
+    block: Params,
+    state: FusionState,
+    pic: LayerKV,
+    positions: Int[Array, " S"],
+    stay: Int[Array, " r"] | None,
+    visible: Bool[Array, " S"] | None,
+    window: Int[AnyArray, ""],
+    *,
+    keys_only: bool = False,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "r D"], LayerKV]:
+    """One layer of fusion: project the rows, scatter their keys and values, then attend over the updated layer.
+
+    Args:
+        stay: rows that go on to the next layer; None when all do.
+        keys_only: no row goes on, so attention and MLP are left out.
+    """
+    x, index, rows = state
+    q, k, v = project(config, block, x)
+    k = rotate(k, rows.cos, rows.sin)
+    layer = LayerKV(_scatter(pic.k, index, k), _scatter(pic.v, index, v))
+    if keys_only:
+        return x[:0], layer
+    if stay is not None:
+        x, q = (a.at[stay].get(mode="fill", fill_value=0) for a in (x, q))
+        rows = _take_rows(rows, stay)
+    attended = selective_attention(
+        rotate(q, rows.cos, rows.sin),
+        layer.k,
+        layer.v,
+        rows.positions,
+        key_positions=positions,
+        visible=visible,
+        window=window,
+        implementation=implementation,
+    )
+    return finish(config, block, x, attended), layer
+
+
+fuse_layer = jax.jit(_fuse_layer, static_argnames=("config", "keys_only", "implementation"))
+_fuse_layer_donating = jax.jit(
+    _fuse_layer, static_argnames=("config", "keys_only", "implementation"), donate_argnames="pic"
+)
+
+
+def _scatter(target: Float[Array, "S K H"], index: Int[Array, " R"], rows: Float[Array, "R K H"]):
+    return target.at[index].set(rows.astype(target.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+@functools.partial(jax.jit, static_argnames="remat")
+def soft_fuse(model: Model, context: ContextCache, selection: Selection, *, remat: bool = True) -> ContextCache:
+    """The dense, differentiable fusion: at each layer w * KV^New + (1 - w) * KV^PIC, for all positions.
+
+    `recompute` mixes new and cached entries; `visible` weighs each key inside the softmax, where a position always
+    sees itself, its window and the prefix in full. Checkpointed per layer: only the hidden states [L, S, D] are kept
+    for the backward pass.
+    """
+    config = model.config
+    segments, positions = jnp.asarray(context.segments), jnp.asarray(context.positions, jnp.int32)
+    x, rows = start(config, model.params, context.tokens, positions)
+    pic = jax.tree.map(lambda *layers: jnp.stack(layers), *context.kv)
+    visible = jnp.broadcast_to(selection.visible, selection.recompute.shape).astype(jnp.float32)
+    visible = jnp.where(segments == PREFIX_SEGMENT, 1.0, visible)
+
+    def body(x, layer):
+        block, pic, weight, seen = layer
+        q, k, v = project(config, block, x)
+        weight = weight.astype(jnp.float32)[:, None, None]
+        new = LayerKV(rotate(k, rows.cos, rows.sin), v)
+        mixed = jax.tree.map(lambda n, p: (weight * n + (1 - weight) * p).astype(p.dtype), new, pic)
+        attended = soft_attention(
+            rotate(q, rows.cos, rows.sin), mixed.k, mixed.v, positions, weights=seen, window=selection.window
+        )
+        return finish(config, block, x, attended), mixed
+
+    body = jax.checkpoint(body) if remat else body
+    _, kv = jax.lax.scan(body, x, (model.params["blocks"], pic, selection.recompute, visible))
+    return context._replace(kv=tuple(LayerKV(kv.k[l], kv.v[l]) for l in range(config.num_layers)))
+
+
+def cache_error(a: ContextCache, b: ContextCache) -> Float[Array, " L"]:
+    """Relative L2 distance of two caches of one request per layer, keys and values together, over context positions."""
+    real = (jnp.asarray(a.segments) >= 0)[:, None, None]
+
+    def total(layer):
+        return sum(jnp.where(real, values.astype(jnp.float32) ** 2, 0.0).sum() for values in layer)
+
+    def one(ours: LayerKV, theirs: LayerKV):
+        difference = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), ours, theirs)
+        square = total(difference)
+        # The square root has no gradient at 0, where layer 0 always stands.
+        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+        return root / jnp.sqrt(total(theirs))
+
+    return jnp.stack([one(ours, theirs) for ours, theirs in zip(a.kv, b.kv, strict=True)])

@@ -1,0 +1,9 @@
+"""The array operations that decide speed: one op, one file, the plain XLA definition first."""
+
+from jfuse.pallas.attention_mass import attention_mass, log_mass
+from jfuse.pallas.place import place
+from jfuse.pallas.rotate import rotate
+from jfuse.pallas.selective_attention import merge, selective_attention
+from jfuse.pallas.soft_attention import soft_attention
+
+__all__ = ["attention_mass", "log_mass", "merge", "place", "rotate", "selective_attention", "soft_attention"]

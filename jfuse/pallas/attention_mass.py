@@ -1,0 +1,108 @@
+"""How much attention each cached position receives from a set of query rows, without keeping rows x positions.
+
+In come query rows and keys; out comes one figure per key: softmax weight, averaged (or maximised) over heads and
+rows. The softmax set is a switch, because the papers differ: it is the keys that are counted plus, through their
+log-sum-exp, keys that take part in the denominator but are not scored themselves.
+"""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jfuse.config import Implementation
+from jfuse.pallas.selective_attention import NEGATIVE
+from jfuse.types import AnyArray
+
+Reduce = Literal["mean", "max"]
+
+KEY_BLOCK = 512
+
+
+def attention_mass(
+    q: Float[Array, "U N H"],
+    k: Float[Array, "S K H"],
+    row_positions: Int[AnyArray, " U"],
+    *,
+    key_positions: Int[AnyArray, " S"],
+    rows: Bool[AnyArray, " U"],
+    counted: Bool[AnyArray, " S"] | None = None,
+    others: Float[Array, "U N"] | None = None,
+    heads: Reduce | Literal["each"] = "mean",
+    over_rows: Reduce = "mean",
+    implementation: Implementation = None,
+) -> Float[Array, " S"] | Float[Array, "N S"]:
+    """Softmax mass per position, float32; zero where a position is not counted or later than every scoring row.
+
+    Args:
+        rows: the query rows that score; the others change nothing.
+        counted: keys in the softmax set; None counts every key that is not padding.
+        others: log-sum-exp per row and head of further keys in the denominator (`log_mass` gives it).
+        heads: how heads are reduced; "each" keeps them apart, [N, S].
+        over_rows: how query rows are reduced, after the heads.
+
+    Raises:
+        NotImplementedError: an implementation that does not exist here.
+    """
+    if implementation == "pallas":
+        raise NotImplementedError('attention_mass has no Pallas kernel yet; use implementation="xla" or None.')
+    lse = log_mass(q, k, row_positions, key_positions=key_positions, counted=counted)
+    lse = lse if others is None else jnp.logaddexp(lse, others)
+    rows = jnp.asarray(rows)
+
+    def reduce(block):
+        scores, keep = _scores(q, *block, row_positions)  # [U, N, s]
+        keep &= rows[:, None, None]
+        mass = jnp.where(keep, jnp.exp(jnp.where(keep, scores - lse[..., None], 0.0)), 0.0)
+        if heads != "each":
+            mass = mass.mean(1) if heads == "mean" else mass.max(1)
+        return mass.sum(0) / jnp.maximum(rows.sum(), 1) if over_rows == "mean" else mass.max(0)
+
+    out = jax.lax.map(reduce, _blocks(k, key_positions, counted))  # [block, (N,) s]
+    out = jnp.moveaxis(out, 0, -2)
+    return out.reshape(*out.shape[:-2], -1)[..., : k.shape[0]]
+
+
+def log_mass(
+    q: Float[Array, "U N H"],
+    k: Float[Array, "S K H"],
+    row_positions: Int[AnyArray, " U"],
+    *,
+    key_positions: Int[AnyArray, " S"],
+    counted: Bool[AnyArray, " S"] | None = None,
+) -> Float[Array, "U N"]:
+    """Log-sum-exp of the scaled scores over the counted keys at or before each row; -1e30 where there is none."""
+
+    def step(running, block):
+        scores, keep = _scores(q, *block, row_positions)
+        scores = jnp.where(keep, scores, NEGATIVE)
+        top = jnp.maximum(scores.max(-1), running)
+        total = jnp.where(keep, jnp.exp(scores - top[..., None]), 0.0).sum(-1) + jnp.where(
+            running > NEGATIVE / 2, jnp.exp(running - top), 0.0
+        )
+        return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), NEGATIVE), None
+
+    start = jnp.full(q.shape[:2], NEGATIVE, jnp.float32)
+    return jax.lax.scan(step, start, _blocks(k, key_positions, counted))[0]
+
+
+def _blocks(k, key_positions, counted):
+    """Keys cut into blocks [b, s, K, H], with their positions and whether they count; the tail is padded with not."""
+    keys = k.shape[0]
+    size = min(KEY_BLOCK, keys)
+    padding = -keys % size
+    counted = jnp.ones(keys, bool) if counted is None else jnp.asarray(counted)
+    counted = jnp.pad(counted, (0, padding)).reshape(-1, size)
+    positions = jnp.pad(jnp.asarray(key_positions), (0, padding)).reshape(-1, size)
+    return jnp.pad(k, ((0, padding), (0, 0), (0, 0))).reshape(-1, size, *k.shape[1:]), positions, counted
+
+
+def _scores(q, k, key_positions, counted, row_positions):
+    """Scaled scores [U, N, s] in float32 and which of them exist."""
+    rows, heads, size = q.shape
+    grouped = q.reshape(rows, k.shape[1], -1, size)
+    scores = jnp.einsum("UKGH,SKH->UKGS", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(size)
+    keep = counted[None, :] & (key_positions[None, :] <= jnp.asarray(row_positions)[:, None])
+    return scores.reshape(rows, heads, -1), jnp.broadcast_to(keep[:, None, :], (rows, heads, keep.shape[-1]))

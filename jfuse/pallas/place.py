@@ -1,0 +1,47 @@
+"""Moves a stored chunk layer into a request: keys are rotated to their request positions while both are written.
+
+One op replaces rotate, concatenate and pad: chunks are written into the context buffer one by one, so neither their
+number nor their exact lengths enter a compiled shape.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jfuse.pallas.rotate import rotate
+from jfuse.types import AnyArray, LayerKV
+
+
+@functools.partial(jax.jit, donate_argnames="buffer")
+def place(
+    buffer: LayerKV,
+    chunk: LayerKV,
+    start: Int[AnyArray, ""],
+    length: Int[AnyArray, ""],
+    cos: Float[Array, "C F"],
+    sin: Float[Array, "C F"],
+) -> LayerKV:
+    """Writes the first `length` entries of a padded chunk at rows start.. of the buffer, keys rotated, values as
+    they are.
+
+    The buffer is donated: use the returned one. Rows outside stay as they are, bit for bit.
+
+    Args:
+        cos, sin: the RoPE table of the chunk's rows at their request positions (`models.rope.angles`).
+    """
+    size, room = chunk.k.shape[0], buffer.k.shape[0]
+    window = min(size, room)
+    # A padded chunk may reach past the end of the buffer: its window then starts earlier and its rows are shifted.
+    at = jnp.clip(start, 0, room - window)
+    source = jnp.arange(window) - (start - at)  # the chunk row that belongs to each row of the window
+    inside = ((source >= 0) & (source < length))[:, None, None]
+    source = jnp.clip(source, 0, size - 1)
+
+    def write(target, values):
+        values = jnp.take(values, source, axis=0).astype(target.dtype)
+        old = jax.lax.dynamic_slice_in_dim(target, at, window)
+        return jax.lax.dynamic_update_slice_in_dim(target, jnp.where(inside, values, old), at, 0)
+
+    return LayerKV(write(buffer.k, rotate(chunk.k, cos, sin)), write(buffer.v, chunk.v))

@@ -1,0 +1,146 @@
+"""Attention of gathered rows over a cache, causal by position: prefill, sparse recomputation, probing and decoding.
+
+In come queries of any rows (sorted positions are fastest), keys and values with their positions, and optionally the
+set of visible keys; out comes the attention output, and on request the log-sum-exp with which two partial results
+are merged. A key is read by a row at position p when its position is <= p and, if a visible set is given, when it is
+in the set, in the window before the row, or the row's own. Nothing of size rows x keys is ever kept: rows and keys
+are visited in blocks, and blocks of keys that no row of the block can see are skipped at run time.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jfuse.config import Implementation
+from jfuse.types import PAD_POSITION, AnyArray
+
+NEGATIVE = -1e30  # finite, so that a fully masked row gives zeros and not NaN
+
+ROW_BLOCK = 64
+KEY_BLOCK = 256
+
+
+def selective_attention(
+    q: Float[Array, "R N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    row_positions: Int[AnyArray, " R"],
+    *,
+    key_positions: Int[AnyArray, " S"] | None = None,
+    visible: Bool[AnyArray, " S"] | None = None,
+    window: Int[AnyArray, ""] | int = 0,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+) -> Float[Array, "R N H"] | tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
+    """Attention of R rows over S keys, softmax in float32, scale 1/sqrt(H), query head h over KV head h // (N / K).
+
+    Args:
+        row_positions: position of each row; PAD_POSITION marks a padding row, which gives zeros.
+        key_positions: position of each key; 0..S-1 by default; PAD_POSITION marks padding, which nobody sees.
+        visible: the restricted context; None leaves every earlier key visible.
+        window: with `visible`, keys at the `window` positions before a row are visible too.
+        return_lse: also return the log-sum-exp of the scores, `-inf`-like (-1e30) for rows that see nothing.
+        implementation: "xla", or None for the best one here. (GPU kernels join later; "pallas" is refused until then.)
+
+    Raises:
+        NotImplementedError: an implementation that does not exist here. There is no silent fallback.
+    """
+    if implementation == "pallas":
+        raise NotImplementedError('selective_attention has no Pallas kernel yet; use implementation="xla" or None.')
+    row_positions = jnp.asarray(row_positions, jnp.int32)
+    key_positions = jnp.arange(k.shape[0]) if key_positions is None else jnp.asarray(key_positions)
+    seen = None if visible is None else jnp.asarray(visible)
+    out, lse = _blocked(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
+    return (out, lse) if return_lse else out
+
+
+def merge(
+    parts: list[tuple[Float[Array, "R N H"], Float[Array, "R N"]]],
+) -> Float[Array, "R N H"]:
+    """Attention over the union of disjoint key sets, from the partial results over each."""
+    if len(parts) == 1:
+        return parts[0][0]
+    top = functools.reduce(jnp.maximum, [lse for _, lse in parts])
+    weights = [jnp.exp(lse - top) for _, lse in parts]
+    total = sum(out.astype(jnp.float32) * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
+    return (total / sum(weights)[..., None]).astype(parts[0][0].dtype)
+
+
+def _blocked(q, k, v, row_positions, key_positions, visible, window):
+    """Online softmax over key blocks, one block of rows at a time, with a trip count computed at run time."""
+    rows, heads, size = q.shape
+    keys, kv_heads, _ = k.shape
+    group = heads // kv_heads
+    row_block, key_block = min(ROW_BLOCK, _ceil8(rows)), min(KEY_BLOCK, keys)
+    padding = -rows % row_block
+    q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    row_positions = jnp.pad(row_positions, (0, padding), constant_values=PAD_POSITION)
+    row_positions = jnp.where(row_positions >= PAD_POSITION, -1, row_positions)
+    blocks = q.shape[0] // row_block
+
+    # [block, K, rows x group, H]: the query heads of one KV head lie together, so that one product serves them all.
+    q = (q.astype(jnp.float32) * (1 / math.sqrt(size))).astype(q.dtype)
+    q = q.reshape(blocks, row_block, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(blocks, kv_heads, row_block * group, size)
+    k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+    starts = jnp.minimum(
+        jnp.arange(0, keys, key_block), keys - key_block
+    )  # the last block may overlap the one before it
+    first_new = jnp.arange(0, keys, key_block)
+
+    def attend(block):
+        q, positions = block
+        last = positions.max()
+        earliest = jnp.where(positions < 0, PAD_POSITION, positions).min()
+        wanted = _wanted_blocks(key_positions, visible, window, earliest, last, key_block)
+        order = jnp.argsort(~wanted, stable=True)
+        row = jnp.repeat(positions, group)[:, None]
+
+        def step(i, carry):
+            out, top, total = carry
+            start, new = starts[order[i]], first_new[order[i]]
+            kb = jax.lax.dynamic_slice_in_dim(k, start, key_block, axis=1)
+            vb = jax.lax.dynamic_slice_in_dim(v, start, key_block, axis=1)
+            at = jax.lax.dynamic_slice_in_dim(key_positions, start, key_block)[None, :]
+            keep = at <= row
+            if keys % key_block:
+                keep &= (start + jnp.arange(key_block) >= new)[None, :]
+            if visible is not None:
+                listed = jax.lax.dynamic_slice_in_dim(visible, start, key_block)[None, :]
+                keep &= listed | (row - at <= window)  # a window of 0 still holds the row itself
+            scores = jnp.einsum("kqh,ksh->kqs", q, kb, preferred_element_type=jnp.float32)
+            scores = jnp.where(keep, scores, NEGATIVE)
+            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+            decay = jnp.exp(top - new_top)
+            weights = jnp.exp(scores - new_top)
+            added = jnp.einsum("kqs,ksh->kqh", weights.astype(vb.dtype), vb, preferred_element_type=jnp.float32)
+            return out * decay + added, new_top, total * decay + weights.sum(-1, keepdims=True)
+
+        zero = jnp.zeros((kv_heads, row_block * group, 1), jnp.float32)
+        init = (jnp.zeros((kv_heads, row_block * group, size), jnp.float32), zero + NEGATIVE, zero)
+        out, top, total = jax.lax.fori_loop(0, wanted.sum(), step, init)
+        # Where a row saw only masked keys so far, top is NEGATIVE and weights were exp(0): such rows are empty.
+        empty = top <= NEGATIVE / 2
+        out = jnp.where(empty, 0.0, out / jnp.where(empty, 1.0, total))
+        return out, jnp.where(empty, NEGATIVE, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
+
+    out, lse = jax.lax.map(attend, (q, row_positions.reshape(blocks, row_block)))
+    out = out.reshape(blocks, kv_heads, row_block, group, size).transpose(0, 2, 1, 3, 4).reshape(-1, heads, size)
+    lse = lse.reshape(blocks, kv_heads, row_block, group).transpose(0, 2, 1, 3).reshape(-1, heads)
+    return out[:rows].astype(v.dtype), lse[:rows]
+
+
+def _wanted_blocks(key_positions, visible, window, earliest, last, key_block):
+    """Which key blocks some row between `earliest` and `last` may see."""
+    readable = key_positions <= last
+    if visible is not None:
+        readable &= visible | (key_positions >= earliest - window)
+    padding = -key_positions.shape[0] % key_block
+    return jnp.pad(readable, (0, padding)).reshape(-1, key_block).any(-1)
+
+
+def _ceil8(n: int) -> int:
+    return -(-n // 8) * 8

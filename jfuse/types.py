@@ -1,0 +1,112 @@
+"""The arrays that flow through jfuse, as NamedTuples: chunk caches, request caches, evidence, selections.
+
+Axis legend, used by every signature of the package:
+`L` layers · `Lv` layers in a view · `S` context positions (padded) · `C` chunk length · `T` tokens in ·
+`U` query tokens · `R` recomputed rows · `A` anchors · `N` query heads · `K` KV heads · `H` head size ·
+`D` model width · `V` vocabulary.
+
+Small integer metadata (tokens, positions, segments) may live on the host as NumPy arrays, so that counting
+never waits for the device.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+AnyArray: TypeAlias = Array | np.ndarray
+
+PAD_POSITION = 2**30
+"""Position of padding: later than every real position, so that no real row ever sees it."""
+
+PREFIX_SEGMENT = -2
+PADDING_SEGMENT = -1
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer.
+
+    In a `Chunk` the keys are un-rotated (after bias and q/k-norm, before RoPE); in a `ContextCache` they carry
+    RoPE for the positions they stand at.
+    """
+
+    k: Float[AnyArray, "S K H"]
+    v: Float[AnyArray, "S K H"]
+
+
+KVCache: TypeAlias = tuple[LayerKV, ...]
+Layers: TypeAlias = KVCache | Mapping[int, LayerKV] | Iterator[LayerKV]
+
+
+class Chunk(NamedTuple):
+    """A reusable passage and its position-independent cache (PIC), encoded alone from position 0 (QCFuse eq. 3)."""
+
+    tokens: Int[AnyArray, " C"]
+    kv: KVCache  # un-rotated keys; exactly C entries, no padding
+    anchor_score: Float[AnyArray, "L C"]  # G(r) of the anchor rule (QCFuse eq. 14), higher means keep
+
+
+class ChunkAnchors(NamedTuple):
+    """The anchors of one chunk: per layer the A = ceil(ratio * C) entries that its anchor rule keeps.
+
+    Ranks differ by layer, counts do not (QCFuse stores the same compact block beside each chunk).
+    """
+
+    offsets: Int[AnyArray, "L A"]  # positions inside the chunk, sorted
+    kv: KVCache  # L layers of A entries, un-rotated keys
+
+
+class AnchorCache(NamedTuple):
+    """The compact probe view of one request: system prefix and anchors at their request positions (QCFuse eq. 16)."""
+
+    positions: Int[AnyArray, "La A"]  # may differ by layer; the same count on every layer; PAD_POSITION is padding
+    kv: KVCache  # La layers, keys rotated
+
+
+class ContextCache(NamedTuple):
+    """The cache of one request's system prefix and context, in any state: stitched, fused or full prefill.
+
+    Entries stand in request order (prefix, chunks, padding), so that entry `i` of the unpadded part has position `i`.
+    """
+
+    tokens: Int[AnyArray, " S"]
+    positions: Int[AnyArray, " S"]  # PAD_POSITION where padded
+    segments: Int[AnyArray, " S"]  # chunk index; PREFIX_SEGMENT or PADDING_SEGMENT; budgets count >= 0
+    kv: Layers
+
+    @property
+    def num_tokens(self) -> int:
+        """Context tokens N that a budget counts: neither prefix nor padding. Host metadata only."""
+        return int((np.asarray(self.segments) >= 0).sum())
+
+    @property
+    def end(self) -> int:
+        """Position after the last real entry, where the query starts. Host metadata only."""
+        return int((np.asarray(self.segments) != PADDING_SEGMENT).sum())
+
+
+class Evidence(NamedTuple):
+    """What a selector may look at: the layers of its view, in the view's order."""
+
+    queries: tuple[Float[Array, "U N H"], ...]  # query states at request positions (QCFuse eqs. 9, 17)
+    pic: tuple[LayerKV, ...]  # context entries at request positions; prefix and padding included
+    query: tuple[LayerKV, ...]  # the query's own keys and values, for denominators that include them
+    fresh: tuple[LayerKV, ...]  # recomputed layers, only for views that ask (CacheBlend)
+    scoring_rows: Bool[AnyArray, " U"]  # the question proper, without template head and tail; padding is False
+    query_positions: Int[AnyArray, " U"]  # PAD_POSITION where padded
+    positions: Int[AnyArray, " S"]
+    segments: Int[AnyArray, " S"]
+    offsets: Int[AnyArray, " S"]  # position inside its own chunk
+
+
+class Selection(NamedTuple):
+    """How much of each position to recompute at each layer, and which positions recomputed rows may see.
+
+    Hard selections are bool, soft ones are floats in [0, 1]. `recompute` never grows with depth. A row always sees
+    itself and the system prefix; the query always sees everything.
+    """
+
+    recompute: Shaped[AnyArray, "L S"]
+    visible: Shaped[AnyArray, "Lc S"]  # Lc = 1 (one set for all layers) or L; all ones when unrestricted
+    window: Int[AnyArray, ""]  # the `window` positions before each row are visible too
