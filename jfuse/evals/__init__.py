@@ -1,0 +1,1 @@
+"""Evaluation: samples, metrics, and the studies that use them."""
