@@ -188,16 +188,27 @@ class Tokenizer:
     @property
     def files(self) -> dict[str, str]:
         """The Hugging Face files that describe this tokenizer, as text by file name."""
-        config = {
-            **self.special_tokens,
-            "add_bos_token": self.bos_id is not None,
-            "tokenizer_class": "PreTrainedTokenizerFast",
+        spec = json.loads(self._json) | {"post_processor": self._post_processor()}
+        config = {**self.special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {
+            "tokenizer.json": json.dumps(spec, ensure_ascii=False),
+            "tokenizer_config.json": json.dumps(config, indent=2),
+            "generation_config.json": json.dumps({"eos_token_id": sorted(self.stop_ids)}, indent=2),
         }
-        files = {"tokenizer.json": self._json, "tokenizer_config.json": json.dumps(config, indent=2)}
-        files["generation_config.json"] = json.dumps({"eos_token_id": sorted(self.stop_ids)}, indent=2)
         if self.chat_template is not None:
             files["chat_template.jinja"] = self.chat_template
         return files
+
+    def _post_processor(self) -> dict[str, Any] | None:
+        """What tells other readers of `tokenizer.json` to put BOS first."""
+        if self.bos_id is None:
+            return None
+        bos = self.special_tokens["bos_token"]
+        first = {"SpecialToken": {"id": bos, "type_id": 0}}
+        text, second_text = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        special = {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}}
+        templates = {"single": [first, text], "pair": [first, text, second_text]}
+        return {"type": "TemplateProcessing", "special_tokens": special, **templates}
 
     def _key(self) -> tuple:
         special = tuple(sorted(self.special_tokens.items()))

@@ -18,8 +18,8 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
-    The BOS policy is `add_bos_token` of `tokenizer_config.json` where given, else what the post-processor of
-    `tokenizer.json` does. Stop ids are the `eos_token_id` list of `generation_config.json` (of `config.json` where
+    Requests start with BOS where the post-processor of `tokenizer.json` adds one (transformers 5, too, ignores
+    `add_bos_token` then). Stop ids are the `eos_token_id` list of `generation_config.json` (of `config.json` where
     that is absent) and the tokenizer's EOS. The chat template is `chat_template.jinja`, else the one in
     `tokenizer_config.json`.
 
@@ -36,13 +36,12 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json", optional=True)
     roles = _read_json(folder / "special_tokens_map.json", optional=True) | config
     special_tokens = {role: _spelling(roles[role], folder) for role in _ROLES if roles.get(role)}
-    add_bos = config.get("add_bos_token")
     try:
         spec["added_tokens"] = _with_added(spec.get("added_tokens") or [], config.get("added_tokens_decoder") or {})
         return Tokenizer(
             spec,
             special_tokens=special_tokens,
-            add_bos=_post_processor_adds(spec, special_tokens.get("bos_token")) if add_bos is None else bool(add_bos),
+            add_bos=_adds_bos(spec, special_tokens.get("bos_token")),
             stop_ids=_stop_ids(folder),
             chat_template=_chat_template(folder, config),
         )
@@ -81,7 +80,7 @@ def _with_added(added: list[dict[str, Any]], listed: Mapping[str, Any]) -> list[
     return added + [{"id": int(token_id), **token} for token_id, token in listed.items() if int(token_id) not in known]
 
 
-def _post_processor_adds(spec: Mapping[str, Any], bos_token: str | None) -> bool:
+def _adds_bos(spec: Mapping[str, Any], bos_token: str | None) -> bool:
     """Whether the post-processor puts BOS first, found by letting it work on an empty text."""
     if bos_token is None or not spec.get("post_processor"):
         return False
