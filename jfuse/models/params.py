@@ -1,18 +1,19 @@
-"""The parameter tree of a model: its layout, its shapes and sizes, and random parameters for tests.
+"""The parameter tree of a model: its layout, its shapes and sizes, its digest, and random parameters.
 
 In: a `ModelConfig`. Out: a tree of `embed`, `blocks` (leaves stacked over layers), `final_norm` and, unless tied,
 `head`.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfuse.models.config import ModelConfig
-from jfuse.models.rope import default_rope
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
@@ -83,32 +84,11 @@ def build_params(config: ModelConfig, leaf: Callable[[Path, tuple[int, ...]], An
     return params
 
 
-def tiny_config(family: str = "llama", **overrides: Any) -> ModelConfig:
-    """A model small enough for tests with the flags of `family`; `overrides` are `ModelConfig` fields.
-
-    >>> tiny_config("qwen3", num_layers=2).qk_norm
-    True
-    """
-    flags = {
-        "llama": {},
-        "mistral": {},
-        "qwen2": {"qkv_bias": True},
-        "qwen3": {"qk_norm": True},
-        "phi3": {},
-    }
-    if family not in flags:
-        raise ValueError(f"The family is {family!r}; use one of {', '.join(flags)}.")
-    sizes = {
-        "num_layers": 4,
-        "width": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 16,
-        "mlp_width": 64,
-        "vocab_size": 128,
-        "norm_eps": 1e-5,
-        "max_positions": 4096,
-    }
-    settings = sizes | flags[family] | overrides
-    settings.setdefault("rope", default_rope(settings["head_size"], 10_000.0))
-    return ModelConfig(family=family, **settings)
+def digest_params(params: Params) -> str:
+    """SHA-256 over paths, shapes, dtypes and bytes of all leaves: the weights' id of parameters that have no file."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        host = np.ascontiguousarray(leaf)
+        total.update(f"{jax.tree_util.keystr(path)} {host.dtype} {host.shape} ".encode())
+        total.update(host.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
