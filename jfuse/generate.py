@@ -34,11 +34,17 @@ def prefill_query(
 
     The query is padded to its bucket and stands right after the last real entry of the context.
     """
+    query, positions = padded_query(query, context.end)
+    out = prefill(model, query, positions, context, hidden="last", implementation=implementation)
+    return logits(model.config, model.params, out.hidden)[0], out
+
+
+def padded_query(query: Int[AnyArray, " U"], start: int) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P"]]:
+    """A query padded to its bucket, and its positions from `start` on."""
     query = np.asarray(query, np.int32)
     padding = query_bucket(len(query)) - len(query)
-    positions = np.pad(np.arange(len(query), dtype=np.int32) + context.end, (0, padding), constant_values=PAD_POSITION)
-    out = prefill(model, np.pad(query, (0, padding)), positions, context, hidden="last", implementation=implementation)
-    return logits(model.config, model.params, out.hidden)[0], out
+    positions = np.arange(len(query), dtype=np.int32) + start
+    return np.pad(query, (0, padding)), np.pad(positions, (0, padding), constant_values=PAD_POSITION)
 
 
 def generate(

@@ -40,6 +40,11 @@ class Layout(NamedTuple):
     lengths: tuple[int, ...]
     num_prefix: int
 
+    @property
+    def end(self) -> int:
+        """Position after the last chunk, where the query starts."""
+        return self.num_prefix + sum(self.lengths)
+
 
 def make_layout(
     chunks: Sequence[Int[AnyArray, " _"]], prefix: Int[AnyArray, " P"] | None = None, *, pad_to: int = 1

@@ -293,7 +293,7 @@ def prefill(
 ) -> Prefill:
     """The forward pass over new tokens, causal by position, over an optional cached prefix.
 
-    Padding tokens carry PAD_POSITION and stand last. One compiled layer function serves all layers, so `prefix.kv`
+    Padding tokens carry PAD_POSITION. One compiled layer function serves all layers, so `prefix.kv`
     may be a tuple or an iterator that brings one layer at a time.
 
     Args:
@@ -310,7 +310,7 @@ def prefill(
         if l < config.num_layers - 1 or hidden == "all":
             out = layer(config, block, x, rows, past, implementation=implementation)
         elif hidden == "last":
-            last = (rows.positions < PAD_POSITION).sum() - 1
+            last = jnp.where(rows.positions < PAD_POSITION, jnp.arange(x.shape[0]), -1).max()
             out = last_layer(config, block, x, rows, past, last, implementation=implementation)
         else:
             out = keys_values(config, block, x, rows)

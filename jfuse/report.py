@@ -1,0 +1,85 @@
+"""What a request tells about itself: hits and misses, rows, ratios, bytes, times, compilations."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one request. Times are in seconds on the host, bytes as read from the store.
+
+    Attributes:
+        ratio: the nominal ratio; `realised_ratio` is the share of layer-token states that were recomputed.
+        rows: recomputed positions per layer.
+        hits, missed, skipped: chunks served from the store, computed now (with the reason), and empty ones left out.
+        stages: seconds per stage; `ttft` is their sum up to the first token's id on the host.
+        compilations: XLA compilations during the request; a warm request has none.
+        fallbacks: what ran otherwise than asked, with the reason.
+    """
+
+    selector: str
+    ratio: float
+    realised_ratio: float
+    budget: int
+    num_prefix: int
+    num_context: int
+    num_query: int
+    rows: tuple[int, ...]
+    edges: int
+    flops: int
+    full_flops: int
+    hits: int
+    missed: dict[int, str] = field(default_factory=dict)
+    skipped: tuple[int, ...] = ()
+    selection_bytes: int = 0
+    total_bytes: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    ttft: float = 0.0
+    compilations: int = 0
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def flop_limit(self) -> float:
+        """The speed-up over full prefill that counting FLOPs allows."""
+        return self.full_flops / self.flops
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, the FLOP limit included."""
+        return dataclasses.asdict(self) | {"flop_limit": self.flop_limit}
+
+
+class Compilations:
+    """Counts XLA compilations inside a `with` block, of this process and all its threads.
+
+    >>> with Compilations() as compiled:
+    ...     _ = jax.jit(lambda x: x + 1)(1.0)
+    >>> compiled.count >= 1
+    True
+    """
+
+    _total = 0
+    _listening = False
+
+    def __enter__(self) -> "Compilations":
+        if not Compilations._listening:
+            jax.monitoring.register_event_duration_secs_listener(_count)
+            Compilations._listening = True
+        self._start = Compilations._total
+        self._end: int | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = Compilations._total
+
+    @property
+    def count(self) -> int:
+        """Compilations so far, or in the whole block once it is left."""
+        return (Compilations._total if self._end is None else self._end) - self._start
+
+
+def _count(event: str, duration: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        Compilations._total += 1
