@@ -42,7 +42,8 @@ def tiny_config(family: str = "llama", **overrides: Any) -> ModelConfig:
     if family not in FLAGS:
         raise ValueError(f"The family is {family!r}; use one of {', '.join(FLAGS)}.")
     fields = SIZES | FLAGS[family] | overrides
-    return ModelConfig(family=family, **{"rope": default_rope(fields["head_size"], 10_000.0)} | fields)
+    fields.setdefault("rope", default_rope(fields["head_size"], 10_000.0))
+    return ModelConfig(family=family, **fields)
 
 
 def tiny_model(key: jax.Array, family: str = "llama", *, dtype: Any = jnp.float32, **overrides: Any) -> Model:
