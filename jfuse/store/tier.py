@@ -5,7 +5,7 @@ jax.
 """
 
 from collections.abc import Collection, Hashable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -49,6 +49,7 @@ class Stored(NamedTuple):
     stamp: Stamp
 
 
+@runtime_checkable
 class Tier(Protocol):
     """A bounded place for byte strings, safe for many threads (and, on disk, many processes)."""
 
