@@ -82,9 +82,13 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray:
         """One tensor, dequantised to float32, in its NumPy shape. May be called from several threads."""
         info = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
-        rows = raw.reshape(*info.shape[:-1], -1)
+        rows = self.raw(name).reshape(*info.shape[:-1], -1)
         return gguf.quants.dequantize(rows, info.kind).reshape(info.shape)
+
+    def raw(self, name: str) -> np.ndarray:
+        """One tensor's bytes, memory-mapped."""
+        info = self.tensors[name]
+        return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
 
 
 class _Header:
