@@ -7,7 +7,7 @@ exactly the same token ids.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ class Question(NamedTuple):
     scoring: slice = slice(None)  # the question proper
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where a request's chunk caches come from: a store, or arrays that lie on the device already."""
 
