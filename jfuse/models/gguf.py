@@ -20,7 +20,7 @@ from jfuse.models.decoder import Model
 from jfuse.models.families import config_from_hf
 from jfuse.models.gguf_file import GGUFFile
 from jfuse.models.gguf_tokenizer import gguf_tokenizer
-from jfuse.models.load import DType, parameter_dtype
+from jfuse.models.load import parameter_dtype
 from jfuse.models.rope import Rope
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -65,7 +65,7 @@ _NAMES = {
 }
 
 
-def load_gguf(path: str | Path, *, dtype: DType = "auto", longest_request: int | None = None) -> Model:
+def load_gguf(path: str | Path, *, dtype: str = "auto", longest_request: int | None = None) -> Model:
     """The model and the tokenizer of one GGUF file.
 
     Args:

@@ -184,7 +184,7 @@ class _Header:
             self.damaged(f"{key!r} is a list of {count} entries; at most {_MAX_COUNT} are read")
         if item == GGUFValueType.STRING:
             self.room(8 * count, repr(key))
-            return [self.text(repr(key)) for _ in range(count)]
+            return self.texts(count, key)
         layout = struct.Struct(f"<{_SCALARS[item]}")
         end = self.room(count * layout.size, repr(key))
         values = [value for (value,) in layout.iter_unpack(self.data[self.at : end])]
@@ -200,6 +200,21 @@ class _Header:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             self.damaged(f"{what} is not valid UTF-8")
+
+    def texts(self, count: int, key: str) -> list[str]:
+        """Many texts, in a loop without calls: vocabularies have hundreds of thousands."""
+        data, at, size, raw = self.data, self.at, len(self.data), []
+        for _ in range(count):
+            length = int.from_bytes(data[at : at + 8], "little")
+            start, at = at + 8, at + 8 + length
+            if at > size:
+                self.damaged(f"{key!r} needs {at - size} bytes more than there are")
+            raw.append(data[start:at])
+        self.at = at
+        try:
+            return [text.decode("utf-8") for text in raw]
+        except UnicodeDecodeError:
+            self.damaged(f"{key!r} is not valid UTF-8")
 
     def number(self, code: str) -> Any:
         """One little-endian number."""

@@ -8,8 +8,9 @@ Neither ever adds a token: the one BOS of a request, where the model wants one, 
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ import tokenizers
 from jaxtyping import Int
 
 from jfuse.models.pieces import piece_reader
-from jfuse.types import AnyArray
 
 TEMPLATE_DATE = "26 Jul 2024"
 """The date shown to chat templates that print one (Llama 3): fixed, so that a prefix stays the same from day to day."""
@@ -110,11 +110,11 @@ class Tokenizer:
         """
         return _encode(self._with_control, text)
 
-    def decode(self, ids: Sequence[int] | Int[AnyArray, " T"], *, skip_special: bool = True) -> str:
+    def decode(self, ids: npt.ArrayLike, *, skip_special: bool = True) -> str:
         """The text of `ids`, up to its last complete character; ids without a token (padded vocabularies) have none."""
         return "".join(self.stream(np.asarray(ids, np.int64).tolist(), skip_special=skip_special))
 
-    def stream(self, ids: Iterable[int], *, skip_special: bool = True) -> Iterator[str]:
+    def stream(self, ids: Iterable[SupportsIndex], *, skip_special: bool = True) -> Iterator[str]:
         """Text as the ids arrive, never part of a character; joined, it is what `decode` returns.
 
         Raises:
@@ -122,7 +122,7 @@ class Tokenizer:
         """
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         at_start = True
-        for token_id in ids:
+        for token_id in map(operator.index, ids):
             if token_id < 0:
                 raise ValueError(f"Cannot decode id {token_id}; ids count from 0.")
             if skip_special and token_id in self.special_ids:
