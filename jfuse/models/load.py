@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jfuse.models.params import Params
 from jfuse.models.shards import open_shards
 from jfuse.models.tokenizer_files import read_tokenizer
 
-DType = Literal["auto", "float32", "bfloat16"]
+DTYPES = ("auto", "float32", "bfloat16")
 
 
-def load_hf(folder: str | Path, *, dtype: DType = "auto", longest_request: int | None = None) -> Model:
+def load_hf(folder: str | Path, *, dtype: str = "auto", longest_request: int | None = None) -> Model:
     """The model in a folder with config.json, safetensors files and, where there is a tokenizer.json, its tokenizer.
 
     Args:
@@ -34,7 +34,7 @@ def load_hf(folder: str | Path, *, dtype: DType = "auto", longest_request: int |
 
 
 def load_weights(
-    folder: str | Path, *, dtype: DType = "auto", longest_request: int | None = None
+    folder: str | Path, *, dtype: str = "auto", longest_request: int | None = None
 ) -> tuple[ModelConfig, Params, str]:
     """What `load_hf` loads, without the tokenizer: the config, the parameters and the weights' id."""
     folder = Path(folder)
@@ -46,14 +46,14 @@ def load_weights(
     return config, assemble(config, source, dtype=parameter_dtype(dtype), fused=fused), shards.digest()
 
 
-def parameter_dtype(dtype: DType) -> Any:
+def parameter_dtype(dtype: str) -> Any:
     """The dtype that a name stands for on this machine.
 
     Raises:
         ValueError: not one of the three names.
     """
-    if dtype not in get_args(DType):
-        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}.")
     if dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(dtype)

@@ -59,16 +59,16 @@ def count_params(config: ModelConfig) -> int:
 
 def random_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
     """Random parameters whose norm scales are not one and whose biases are not zero, so that an omitted one shows."""
-    keys = iter(jax.random.split(key, len(param_shapes(config))))
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # drawn on the host: nothing to compile
 
     def draw(path: Path, shape: tuple[int, ...]) -> jax.Array:
-        noise = jax.random.normal(next(keys), shape, jnp.float32)
+        noise = rng.standard_normal(shape, np.float32)
         if path[-1] == "scale":
-            return (1.0 + 0.3 * noise).astype(dtype)
+            return jnp.asarray(1 + 0.3 * noise, dtype)
         if path[-1] == "bias":
-            return (0.3 * noise).astype(dtype)
+            return jnp.asarray(0.3 * noise, dtype)
         fan_in = 1 if path[-1] == "table" else shape[-2]
-        return (noise / math.sqrt(fan_in)).astype(dtype)
+        return jnp.asarray(noise / np.float32(math.sqrt(fan_in)), dtype)
 
     return build_params(config, draw)
 

@@ -1,17 +1,19 @@
 """Logits, keys, values and greedy tokens against transformers (torch), on tiny random checkpoints of every family."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jfuse.models.decoder import logits, prefill
 from jfuse.models.load import load_hf
+from jfuse.models.tiny import tiny_model
 from jfuse.types import PAD_POSITION
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-PROMPT, NEW, BUCKET = 40, 32, 128
+PROMPT, NEW, BUCKET = 40, 32, 72
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -68,17 +70,17 @@ def save_reference(folder, family, overrides, seed=0, **save):
     return model
 
 
-def padded(tokens):
-    positions = np.full(BUCKET, PAD_POSITION, np.int32)
-    positions[: len(tokens)] = np.arange(len(tokens))
-    return np.pad(np.asarray(tokens, np.int32), (0, BUCKET - len(tokens))), positions
+def forward(model, tokens):
+    """One length for all calls, so that the layer is compiled once a model."""
+    positions = np.where(np.arange(BUCKET) < len(tokens), np.arange(BUCKET), PAD_POSITION).astype(np.int32)
+    out = prefill(model, np.pad(np.asarray(tokens, np.int32), (0, BUCKET - len(tokens))), positions)
+    return np.asarray(logits(model.config, model.params, out.hidden))[: len(tokens)], out.kv
 
 
 def greedy(model, tokens, count):
-    tokens = list(tokens)
+    tokens = tokens.tolist()
     for _ in range(count):
-        hidden = prefill(model, *padded(tokens), hidden="last").hidden
-        tokens.append(int(jnp.argmax(logits(model.config, model.params, hidden)[0])))
+        tokens.append(int(forward(model, tokens)[0][-1].argmax()))
     return tokens
 
 
@@ -96,12 +98,21 @@ def test_parity_with_transformers(case, tmp_path):
         expected = reference(torch.tensor(tokens)[None], use_cache=True)
         continued = reference.generate(torch.tensor(tokens)[None], max_new_tokens=NEW, do_sample=False)[0].tolist()
 
-    actual = prefill(model, tokens.astype(np.int32), np.arange(PROMPT, dtype=np.int32))
+    scores, kv = forward(model, tokens)
 
-    scores = logits(model.config, model.params, actual.hidden)
-    np.testing.assert_allclose(scores, expected.logits[0], atol=1e-4)
-    assert len(actual.kv) == SIZES["num_hidden_layers"]
-    for ours, theirs in zip(actual.kv, expected.past_key_values.layers, strict=True):
-        np.testing.assert_allclose(ours.k, theirs.keys[0].transpose(0, 1), atol=1e-4)
-        np.testing.assert_allclose(ours.v, theirs.values[0].transpose(0, 1), atol=1e-4)
+    np.testing.assert_allclose(scores, expected.logits[0], rtol=0, atol=1e-4)
+    for ours, theirs in zip(kv, expected.past_key_values.layers, strict=True):
+        np.testing.assert_allclose(ours.k[:PROMPT], theirs.keys[0].transpose(0, 1), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(ours.v[:PROMPT], theirs.values[0].transpose(0, 1), rtol=0, atol=1e-4)
     assert greedy(model, tokens, NEW) == continued
+
+
+@pytest.mark.parametrize("which", ["q_norm", "k_norm"])
+def test_qk_norm_matters(which):
+    """W-05: without its scales the logits differ."""
+    model = tiny_model(jax.random.key(0), "qwen3", num_layers=2)
+    blocks = model.params["blocks"]
+    ones = jax.tree.map(jnp.ones_like, blocks[which])
+    without = model.replace(params=model.params | {"blocks": blocks | {which: ones}})
+    tokens = np.arange(PROMPT)
+    assert np.abs(forward(model, tokens)[0] - forward(without, tokens)[0]).max() > 1e-2

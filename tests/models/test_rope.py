@@ -169,16 +169,37 @@ def test_attention_factor_multiplies_once():
         np.testing.assert_allclose(np.linalg.norm(place(rope, keys, positions), axis=-1), 1.2 * norms, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_values_are_never_rotated(family):
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "default"),
+        ("llama", "llama3"),
+        ("mistral", "yarn attention 1.2"),
+        ("qwen2", "yarn"),
+        ("qwen3", "linear"),
+    ]
+    + [("phi3", "longrope"), ("phi3", "partial")],
+)
+def test_values_are_never_rotated(family, kind):
     """Pitfalls 17 and 18: layer-0 values do not depend on the position; keys are those of position 0, rotated."""
-    model = tiny_model(jax.random.key(0), family)
+    settings = KINDS | {
+        "partial": {"partial_rotary_factor": 0.75},
+        "longrope": {"rope_type": "longrope", "attention_factor": 1.1, "original_max_position_embeddings": 64}
+        | {"short_factor": [1.0] * 8, "long_factor": list(range(1, 9))},
+    }
+    table = make_rope(rope_settings({"rope_scaling": settings[kind]}), head_size=16, max_positions=4096)
+    rope = table if isinstance(table, Rope) else table.long
+    model = tiny_model(jax.random.key(0), family, rope=rope, num_layers=1)
     tokens = np.arange(8, dtype=np.int32)
     at_start = prefill(model, tokens, np.zeros(8, np.int32)).kv[0]
     away = prefill(model, tokens, np.arange(500, 508, dtype=np.int32)).kv[0]
     np.testing.assert_array_equal(at_start.v, away.v)
-    np.testing.assert_allclose(place(model.config.rope, at_start.k, np.arange(500, 508)), away.k, atol=1e-5)
-    assert np.abs(at_start.k - away.k).max() > 0.1
+    turned = 2 * len(rope.inv_freq)
+    unrotated = np.array(at_start.k)
+    unrotated[..., :turned] /= rope.attention_factor
+    np.testing.assert_allclose(place(rope, unrotated, np.arange(500, 508)), away.k, atol=1e-4)
+    assert np.abs(at_start.k - away.k)[..., :turned].max() > 0.1
+    np.testing.assert_array_equal(at_start.k[..., turned:], away.k[..., turned:])
 
 
 def test_both_spellings_give_one_table():
