@@ -226,9 +226,15 @@ class ChunkStore:
         return ChunkInfo(id, header.fingerprint, header.shape, header.anchor_ratio, entry.num_bytes)
 
     def verify(self, ids: Sequence[ChunkId] | None = None) -> Verification:
-        """Reads every byte of the given chunks (of all in the store) again; damaged ones go to quarantine."""
+        """Reads every byte of the given chunks again; damaged ones go to quarantine.
+
+        Args:
+            ids: None stands for all in the store, and reports those that were found damaged since it was opened, too.
+        """
         if ids is None:
-            ids = sorted(set(self._tier.ids()) | set(self._refresh()))
+            self._refresh()
+            found = [id for id, reason in self._shelf.reasons.items() if reason.startswith("damaged")]
+            ids = sorted({*self._tier.ids(), *found})
         damaged = {}
         for id in ids:
             try:

@@ -13,7 +13,7 @@ from jfuse.fingerprint import tokens_digest
 from jfuse.store.layout import KV_DTYPES, Damaged, Header, anchor_offsets, checksum, header_length, read_header
 from jfuse.store.tier import Stamp
 
-Half = Float[np.ndarray, "C K H"]
+Half = Float[np.ndarray, "_ K H"]  # no rows where values were not asked for
 
 
 class Entry:
@@ -22,7 +22,7 @@ class Entry:
     Safe to read from several threads: a range verified twice at once is verified twice, no more.
     """
 
-    def __init__(self, id: str, buffer: UInt8[np.ndarray, " n"], stamp: Stamp | None = None):
+    def __init__(self, id: str, buffer: UInt8[np.ndarray, " _"], stamp: Stamp | None = None):
         """Checks the front of the chunk.
 
         Args:

@@ -31,6 +31,7 @@ from jfuse.store.folder import (
     SUFFIX,
     TEMPORARY_NAME,
     Contents,
+    Kept,
     check_folder,
     listed_files,
     oldest_first,
@@ -60,7 +61,7 @@ class FileTier:
         self._quarantine = folder / "quarantine"
         check_folder(folder, self._quarantine)
         with self._locked():
-            self._remove_dead_writes()
+            self._remove_dead_writes(self._contents().writes)
 
     def write(self, id: str, parts: Iterable[Part], num_bytes: int, *, keep: Collection[str] = ()) -> None:
         """Writes to a temporary file, syncs it, renames it. A full disk evicts and is tried once more."""
@@ -121,10 +122,10 @@ class FileTier:
     def clear(self) -> None:
         """Removes chunks, quarantined files and dead writes."""
         with self._locked():
-            self._remove_dead_writes()
             found = self._contents()
+            self._remove_dead_writes(found.writes)
             for kept in (*found.chunks, *found.quarantined):
-                kept.path.unlink(missing_ok=True)
+                kept.remove()
             with suppress(OSError):  # missing, or it holds files of the user's
                 self._quarantine.rmdir()
 
@@ -139,7 +140,6 @@ class FileTier:
     def _write_once(self, id: str, parts: Iterable[Part], num_bytes: int, keep: Collection[str]) -> None:
         temporary = self._folder / f".{id}.{secrets.token_hex(4)}.tmp"
         with self._locked():
-            self._remove_dead_writes()
             self._make_room(num_bytes, keep)
             file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -164,6 +164,9 @@ class FileTier:
         if self._max_bytes is None:
             return
         found = self._contents()
+        if found.writes:
+            self._remove_dead_writes(found.writes)
+            found = self._contents()
         fixed = (*(chunk for chunk in found.chunks if chunk.id in keep), *found.writes)
         if sum(kept.num_bytes for kept in fixed) + num_bytes > self._max_bytes:
             raise NoRoom(errno.ENOSPC, f"{num_bytes} bytes do not fit under the cap of {self._max_bytes}")
@@ -173,21 +176,21 @@ class FileTier:
         """Deletes quarantined files, then the least recently used chunks, until `num_bytes` are gone."""
         if num_bytes <= 0:
             return
+        chunks = {chunk.id for chunk in found.chunks}
         evictable = [chunk for chunk in found.chunks if chunk.id not in keep]
         for kept in (*oldest_first(found.quarantined), *oldest_first(evictable)):
             if num_bytes <= 0:
                 return
-            kept.path.unlink(missing_ok=True)
+            kept.remove()
             num_bytes -= kept.num_bytes
-            self._evictions += kept.path.parent == self._folder
+            self._evictions += kept.id in chunks
 
     def _contents(self) -> Contents:
         chunks, writes = listed_files(self._folder, CHUNK_NAME, TEMPORARY_NAME)
         return Contents(chunks, writes, *listed_files(self._quarantine, QUARANTINED_NAME))
 
-    def _remove_dead_writes(self) -> None:
+    def _remove_dead_writes(self, writes: Iterable[Kept]) -> None:
         """Removes the temporary files of processes that were killed. The lock is held."""
-        (writes,) = listed_files(self._folder, TEMPORARY_NAME)
         for kept in writes:
             try:
                 file = os.open(kept.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -195,7 +198,7 @@ class FileTier:
                 continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                kept.path.unlink(missing_ok=True)
+                kept.remove()
             except BlockingIOError:
                 pass  # its writer lives
             finally:

@@ -24,14 +24,15 @@ QUARANTINED_NAME = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}")
 class Kept(NamedTuple):
     """One file of ours, as a listing of the folder finds it."""
 
-    path: Path
+    path: str
+    id: str  # of a chunk; else its name
     num_bytes: int
     used_ns: int
 
-    @property
-    def id(self) -> str:
-        """The chunk's address."""
-        return self.path.name.removesuffix(SUFFIX)
+    def remove(self) -> None:
+        """Deletes the file, if it is still there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
 
 
 class Contents(NamedTuple):
@@ -53,9 +54,9 @@ def check_folder(folder: Path, quarantine: Path) -> None:
     Raises:
         StoreError: it is a file, cannot be made or written to, or its quarantine would lie elsewhere.
     """
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"{folder} is a file; give a folder for the store.")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder} is a file; give a folder for the store.")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / f".{'0' * 64}.{secrets.token_hex(4)}.tmp"
         os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -101,7 +102,7 @@ def listed_files(folder: Path, *names: re.Pattern[str]) -> tuple[list[Kept], ...
                         found = item.stat(follow_symlinks=False)
                         if not stat.S_ISDIR(found.st_mode):
                             used_ns = max(found.st_atime_ns, found.st_mtime_ns)
-                            kept.append(Kept(Path(item.path), found.st_size, used_ns))
+                            kept.append(Kept(item.path, item.name.removesuffix(SUFFIX), found.st_size, used_ns))
     return listed
 
 

@@ -133,7 +133,7 @@ class Encoded(NamedTuple):
 
     id: str
     header: Header
-    parts: tuple[UInt8[np.ndarray, " n"], ...]
+    parts: tuple[UInt8[np.ndarray, " _"], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -216,7 +216,7 @@ def anchor_offsets(anchor_score: Float[np.ndarray, "L C"], ratio: float) -> Int3
     return np.sort(best, axis=1).astype(np.int32)
 
 
-def checksum(*parts: UInt8[np.ndarray, " n"]) -> str:
+def checksum(*parts: UInt8[np.ndarray, " _"]) -> str:
     """xxh3-64 over the parts, in hex."""
     state = xxhash.xxh3_64()
     for part in parts:
@@ -224,7 +224,7 @@ def checksum(*parts: UInt8[np.ndarray, " n"]) -> str:
     return state.hexdigest()
 
 
-def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " n"]:
+def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " _"]:
     """The array's bytes in C order; no copy where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
-Part = UInt8[np.ndarray, " n"]
+Part = UInt8[np.ndarray, " _"]
 
 
 class StoreError(Exception):
