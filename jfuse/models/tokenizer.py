@@ -103,6 +103,10 @@ class Tokenizer:
         """
         return _encode(self._plain, text)
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Characters `[start, end)` of each token of `encode(text)`, for carrying answer spans to positions."""
+        return self._plain.encode(text, add_special_tokens=False).offsets
+
     def encode_template(self, text: str) -> Int[np.ndarray, " T"]:
         """Ids of a piece that the chat template rendered: spellings of control tokens are control tokens.
 
