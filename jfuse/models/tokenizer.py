@@ -18,12 +18,12 @@ import tokenizers
 from jaxtyping import Int
 
 from jfuse.models.pieces import piece_reader
+from jfuse.models.tokenizer_spec import build, checked_spec, without_control
 
 TEMPLATE_DATE = "26 Jul 2024"
 """The date shown to chat templates that print one (Llama 3): fixed, so that a prefix stays the same from day to day."""
 
 _SENTINEL = "JFUSEUSERCONTENT"
-_MODEL_KINDS = ("BPE", "WordLevel")
 _IDENTITY_FIELDS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
 
 
@@ -70,10 +70,10 @@ class Tokenizer:
         Raises:
             ValueError: damaged content, an unsupported kind of tokenizer, or a special token that has no id.
         """
-        spec = {**_checked(spec), "truncation": None, "padding": None, "post_processor": None}
+        spec = {**checked_spec(spec), "truncation": None, "padding": None, "post_processor": None}
         self._json = json.dumps(spec, sort_keys=True, ensure_ascii=False)
-        self._with_control = _build(self._json)
-        self._plain = _build(json.dumps(_without_control(spec), ensure_ascii=False))
+        self._with_control = build(self._json)
+        self._plain = build(json.dumps(without_control(spec), ensure_ascii=False))
         self._piece = piece_reader(spec.get("decoder"), self._with_control.id_to_token)
 
         self.special_tokens = dict(special_tokens or {})
@@ -101,18 +101,18 @@ class Tokenizer:
         Raises:
             ValueError: text that is not valid Unicode (a lone surrogate).
         """
-        return _encode(self._plain, text)
+        return np.asarray(_encode(self._plain, text).ids, np.int32)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Characters `[start, end)` of each token of `encode(text)`, for carrying answer spans to positions."""
-        return self._plain.encode(text, add_special_tokens=False).offsets
+        return _encode(self._plain, text).offsets
 
     def encode_template(self, text: str) -> Int[np.ndarray, " T"]:
         """Ids of a piece that the chat template rendered: spellings of control tokens are control tokens.
 
         Never give it retrieved or user text.
         """
-        return _encode(self._with_control, text)
+        return np.asarray(_encode(self._with_control, text).ids, np.int32)
 
     def decode(self, ids: npt.ArrayLike, *, skip_special: bool = True) -> str:
         """The text of `ids`, up to its last complete character; ids without a token (padded vocabularies) have none."""
@@ -257,49 +257,11 @@ def check_ids(ids: npt.ArrayLike, vocab_size: int, name: str, *, allow_empty: bo
     return array.astype(np.int32)
 
 
-def _checked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts that jfuse reads itself, checked to be what they should be."""
-    added, model = spec.get("added_tokens") or [], spec.get("model")
-    if not isinstance(model, Mapping) or model.get("type") not in _MODEL_KINDS:
-        kind = model.get("type") if isinstance(model, Mapping) else model
-        raise ValueError(f"The tokenizer's model is {kind!r}; jfuse supports {', '.join(_MODEL_KINDS)}.")
-    fields = {"id": int, "content": str, "special": bool}
-    for token in added:
-        if not isinstance(token, Mapping) or any(type(token.get(key)) is not kind for key, kind in fields.items()):
-            raise ValueError(f"The tokenizer's added token {token!r} is damaged; it needs {', '.join(fields)}.")
-    if not isinstance(model.get("vocab"), Mapping):
-        raise ValueError("The tokenizer's model has no vocabulary (an object from token to id).")
-    return {**spec, "added_tokens": list(added)}
-
-
-def _build(content: str) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the parser raises bare Exceptions
-        raise ValueError(f"The tokenizer's content is damaged: {error}.") from error
-
-
-def _without_control(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tokenizer without its control tokens: neither matched in text nor reachable by merges.
-
-    Every added token counts as control, special or not (`<think>`, `<tool_call>`), unless it is white space.
-    """
-    control = {token["content"] for token in spec["added_tokens"] if token["content"].strip()}
-    model = dict(spec["model"])
-    control.discard(model.get("unk_token"))
-    model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
-    if "merges" in model:
-        pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        model["merges"] = [list(pair) for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]
-    kept = [token for token in spec["added_tokens"] if token["content"] not in control]
-    return {**spec, "model": model, "added_tokens": kept}
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> Int[np.ndarray, " T"]:
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"The text is not valid Unicode at character {error.start}; decode it with errors='replace'."
         ) from error
-    return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+    return tokenizer.encode(text, add_special_tokens=False)

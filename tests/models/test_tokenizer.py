@@ -152,6 +152,13 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_whole(folder):
     assert "\ufffd" in tokenizer.decode(tokenizer.encode(TEXTS[-1]))
 
 
+def test_offsets_are_the_characters_of_each_token(tokenizer_folder):
+    tokenizer, text = read_tokenizer(tokenizer_folder), "The river </s> Amstel."
+    pieces = [text[start:end] for start, end in tokenizer.offsets(text)]
+    assert pieces == [tokenizer.decode([i]) for i in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+
+
 def test_decoding_is_that_of_tokenizers(byte_level, tokenizer_folder):
     """Any ids at all, invalid UTF-8 included, apart from a last character that is not finished."""
     tokenizer = read_tokenizer(tokenizer_folder)
