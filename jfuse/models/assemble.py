@@ -152,10 +152,12 @@ def _filled(
 
     def fill(layer: int) -> None:
         for part in layers[layer]:
-            tensor = source.read(part.name)
-            _check_finite(source.origin, part.name, tensor)
             slot = slots[layer].T if path[-1] == "kernel" else slots[layer]
-            slot[part.columns] = tensor
+            if not _copy_finite(source.read(part.name), slot[part.columns]):
+                raise ValueError(
+                    f"{source.origin}: tensor {part.name} holds NaN or infinite values. "
+                    "Download or convert the weights again."
+                )
 
     with ThreadPoolExecutor() as pool:  # NumPy copies without the interpreter lock
         for _ in pool.map(fill, range(len(layers))):
@@ -171,10 +173,11 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _check_finite(origin: str, name: str, tensor: np.ndarray) -> None:
-    """Refuses NaN and infinity, a few rows at a time so that no mask of the whole tensor is held."""
-    for start in range(0, tensor.shape[0], 4096):
-        if not np.isfinite(tensor[start : start + 4096]).all():
-            raise ValueError(
-                f"{origin}: tensor {name} holds NaN or infinite values. Download or convert the weights again."
-            )
+def _copy_finite(tensor: np.ndarray, slot: np.ndarray) -> bool:
+    """Casts and copies a tensor; False if it holds NaN or infinity. Blocks stay in cache: slots are strided."""
+    for start in range(0, tensor.shape[0], 128):
+        rows = tensor[start : start + 128]
+        if not np.isfinite(rows).all():
+            return False
+        slot[start : start + 128] = rows
+    return True

@@ -47,5 +47,5 @@ def default_rope(rotary_size: int, theta: float) -> Rope:
 
 def angles(rope: Rope, positions: Int[AnyArray, " T"]) -> tuple[Float[Array, "T F"], Float[Array, "T F"]]:
     """Cosine and sine of position times inverse frequency, float32, times the attention factor."""
-    phase = jnp.asarray(positions, jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)
+    phase = jnp.asarray(positions, jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)[None, :]
     return jnp.cos(phase) * rope.attention_factor, jnp.sin(phase) * rope.attention_factor

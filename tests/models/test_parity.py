@@ -87,7 +87,8 @@ def greedy(model, tokens, count):
 @pytest.mark.parametrize("case", CASES)
 def test_parity_with_transformers(case, tmp_path):
     family, overrides = CASES[case]
-    reference = save_reference(tmp_path, family, overrides)
+    reference = save_reference(tmp_path, family, overrides, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
     longest = PROMPT + NEW
     model = load_hf(tmp_path, dtype="float32", longest_request=longest)
     if "longrope" in case:
