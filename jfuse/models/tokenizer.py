@@ -24,7 +24,6 @@ TEMPLATE_DATE = "26 Jul 2024"
 """The date shown to chat templates that print one (Llama 3): fixed, so that a prefix stays the same from day to day."""
 
 _SENTINEL = "JFUSEUSERCONTENT"
-_IDENTITY_FIELDS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
 
 
 class ChatParts(NamedTuple):
@@ -89,8 +88,7 @@ class Tokenizer:
         special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self.special_ids = self.stop_ids | special
         self.chat_template = chat_template
-        decides_ids = {name: spec.get(name) for name in _IDENTITY_FIELDS}
-        self.identity = hashlib.sha256(json.dumps(decides_ids, sort_keys=True).encode()).hexdigest()
+        self.identity = hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> Int[np.ndarray, " T"]:
         """Ids of plain text. A control token spelled in it is text like any other; nothing is added.

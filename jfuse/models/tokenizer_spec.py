@@ -47,9 +47,10 @@ def without_control(spec: Mapping[str, Any]) -> dict[str, Any]:
     control = {token["content"] for token in spec["added_tokens"] if token["content"].strip()}
     model = dict(spec["model"])
     control.discard(model.get("unk_token"))
-    model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
-    if "merges" in model:
-        pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        model["merges"] = [list(pair) for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]
+    if not control.isdisjoint(model["vocab"]):
+        model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
+        if "merges" in model:
+            pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+            model["merges"] = [pair for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]
     kept = [token for token in spec["added_tokens"] if token["content"] not in control]
     return {**spec, "model": model, "added_tokens": kept}
