@@ -89,7 +89,7 @@ def fuse(
         if state is None:
             state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
         same = work.rows[l + 1] == work.rows[l] if l + 1 < len(work.rows) else False
-        stay = None if same or sizes[l + 1] == 0 else _stay(state.index, selection.recompute[l + 1], sizes[l + 1])
+        stay = None if same or sizes[l + 1] == 0 else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
         visible = _visible(selection, l, segments) if work.restricted else None
         run = _fuse_layer_donating if donate else fuse_layer
         x, pic = run(
@@ -113,7 +113,7 @@ class FusionState(NamedTuple):
     """The rows under recomputation between two layers. Padding rows have index S: gathers fill, scatters drop."""
 
     x: Float[Array, "R D"]
-    index: Int[Array, " R"]  # place in the context, sorted
+    place: Int[Array, " R"]  # index into the context, sorted
     rows: Rows
 
 
@@ -135,7 +135,7 @@ def _stay(index: Int[Array, " R"], recompute: Bool[Array, " S"], size: int) -> I
 
 @jax.jit
 def _compact(state: FusionState, x: Float[Array, "r D"], stay: Int[Array, " r"]) -> FusionState:
-    index = state.index.at[stay].get(mode="fill", fill_value=2**30)
+    index = state.place.at[stay].get(mode="fill", fill_value=2**30)
     return FusionState(x, index, _take_rows(state.rows, stay))
 
 

@@ -23,7 +23,7 @@ from jfuse.models.decoder import (
     start,
 )
 from jfuse.pallas.rotate import rotate
-from jfuse.pallas.selective_attention import merge, selective_attention
+from jfuse.pallas.selective_attention import attend
 from jfuse.types import PAD_POSITION, AnyArray, ContextCache, LayerKV
 
 
@@ -81,9 +81,14 @@ def stream(
 ) -> Iterator[int]:
     """`generate`, one token at a time."""
     model.config.check_request(context.end + len(query) + max_new_tokens)
-    stop = stop if stop is not None else model.tokenizer.stop_ids if model.tokenizer is not None else frozenset()
+    stop = stop_ids(model) if stop is None else stop
     first, queried = prefill_query(model, context, query, implementation=implementation)
     yield from decode(model, context, queried, first, len(query), max_new_tokens, stop, implementation)
+
+
+def stop_ids(model: Model) -> frozenset[int]:
+    """The ids that end an answer: the tokenizer's, or none without one."""
+    return frozenset() if model.tokenizer is None else model.tokenizer.stop_ids
 
 
 def decode(
@@ -115,7 +120,7 @@ def decode(
         at[slot] = context.end + slot
         x, rows = start(model.config, model.params, np.asarray([token], np.int32), at[slot : slot + 1])
         for l, block in enumerate(model.layers):
-            past = Past(context.kv[l], context_positions)  # type: ignore[index]
+            past = Past(context.kv[l], context_positions)
             x, tail[l] = _decode_layer(
                 model.config, block, x, rows, past, tail[l], at.copy(), np.int32(slot), implementation=implementation
             )
@@ -140,13 +145,5 @@ def _decode_layer(
     k = rotate(k, rows.cos, rows.sin)
     tail = LayerKV(*(jax.lax.dynamic_update_slice_in_dim(a, b, slot, 0) for a, b in zip(tail, (k, v), strict=True)))
     parts = [(past.kv, past.positions), (tail, tail_positions)]
-    q = rotate(q, rows.cos, rows.sin)
-    attended = merge(
-        [
-            selective_attention(
-                q, kv.k, kv.v, rows.positions, key_positions=at, return_lse=True, implementation=implementation
-            )
-            for kv, at in parts
-        ]
-    )
+    attended = attend(rotate(q, rows.cos, rows.sin), rows.positions, parts, implementation=implementation)
     return finish(config, block, x, attended), tail

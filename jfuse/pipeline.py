@@ -7,7 +7,7 @@ exactly the same token ids.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jfuse.anchors import chunk_anchors
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, Implementation, budget, chunk_bucket, round_up
 from jfuse.fuse import fuse, fusion_work
-from jfuse.generate import decode, padded_query, prefill_query
+from jfuse.generate import decode, padded_query, prefill_query, stop_ids
 from jfuse.models.decoder import Model, Prefill, logits, prefill
 from jfuse.models.tokenizer import check_ids
 from jfuse.offload import prefetch
@@ -27,7 +27,17 @@ from jfuse.report import Compilations, Report
 from jfuse.selectors.base import Selector, select
 from jfuse.stitch import Layout, layer_writer, make_layout, pad_rows, prefix_tokens, stitch_anchors
 from jfuse.store import ChunkStore
-from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnchorCache, Chunk, ChunkAnchors, ContextCache, LayerKV, Selection
+from jfuse.types import (
+    PAD_POSITION,
+    PREFIX_SEGMENT,
+    AnchorCache,
+    Chunk,
+    ChunkAnchors,
+    ContextCache,
+    KVCache,
+    LayerKV,
+    Selection,
+)
 
 
 class Answer(NamedTuple):
@@ -50,7 +60,10 @@ class Question(NamedTuple):
 class Source(Protocol):
     """Where a request's chunk caches come from: a store, or arrays that lie on the device already."""
 
-    tokens: Sequence[Int[np.ndarray, " C"]]
+    @property
+    def tokens(self) -> Sequence[Int[np.ndarray, " C"]]:
+        """Token ids of each chunk, in request order."""
+        ...
 
     def anchors(self, ratio: float, until: int) -> list[ChunkAnchors]:
         """Anchor blocks of all chunks, the first `until` layers."""
@@ -187,7 +200,7 @@ def serve(
 
     view = selector.view
     seen = _LayersOnDemand(layer, model.config.num_layers)  # a selector's view is all that is read before it chooses
-    context = ContextCache(layout.tokens, layout.positions, layout.segments, seen)
+    context = ContextCache(layout.tokens, layout.positions, layout.segments, cast(KVCache, seen))
     anchors = _view_anchors(model, source, layout, selector, config, prefix)
     evidence = probe(
         model, question.tokens, anchors, context, view, scoring=question.scoring, implementation=config.implementation
@@ -202,7 +215,7 @@ def serve(
     layers = prefetch((seen.pop(l) for l in range(model.config.num_layers)), ahead=config.ahead, put=lambda x: x)
     fused = fuse(
         model,
-        context._replace(kv=layers),
+        context._replace(kv=cast(KVCache, layers)),
         selection,
         work=work,
         row_block=config.row_block,
@@ -308,7 +321,7 @@ def answer(
             model.config.check_request(total + len(question.tokens) + max_new_tokens)
             selector.view.layer_indices(model.config.num_layers)
             served = serve(model, source, question, selector, config, prefix=prefix, params=params)
-        stop = model.tokenizer.stop_ids if model.tokenizer is not None else frozenset()
+        stop = stop_ids(model)
         clock = _Clock()
         tokens = np.asarray(
             list(

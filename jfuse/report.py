@@ -80,6 +80,6 @@ class Compilations:
         return (Compilations._total if self._end is None else self._end) - self._start
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         Compilations._total += 1

@@ -9,13 +9,15 @@ Small integer metadata (tokens, positions, segments) may live on the host as Num
 never waits for the device.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-AnyArray: TypeAlias = Array | np.ndarray
+if TYPE_CHECKING:
+    AnyArray: TypeAlias = Any  # NumPy and JAX arrays share no static protocol
+else:
+    AnyArray: TypeAlias = Array | np.ndarray
 
 PAD_POSITION = 2**30
 """Position of padding: later than every real position, so that no real row ever sees it."""
@@ -36,7 +38,6 @@ class LayerKV(NamedTuple):
 
 
 KVCache: TypeAlias = tuple[LayerKV, ...]
-Layers: TypeAlias = KVCache | Mapping[int, LayerKV] | Iterator[LayerKV]
 
 
 class Chunk(NamedTuple):
@@ -64,6 +65,19 @@ class AnchorCache(NamedTuple):
     kv: KVCache  # La layers, keys rotated
 
 
+class Sizes(NamedTuple):
+    """Token counts of the parts of a request, which budgets are reckoned from. Host integers."""
+
+    prefix: int
+    chunks: tuple[int, ...]
+    query: int = 0
+
+    @property
+    def context(self) -> int:
+        """Context tokens N: neither prefix nor query."""
+        return sum(self.chunks)
+
+
 class ContextCache(NamedTuple):
     """The cache of one request's system prefix and context, in any state: stitched, fused or full prefill.
 
@@ -73,7 +87,7 @@ class ContextCache(NamedTuple):
     tokens: Int[AnyArray, " S"]
     positions: Int[AnyArray, " S"]  # PAD_POSITION where padded
     segments: Int[AnyArray, " S"]  # chunk index; PREFIX_SEGMENT or PADDING_SEGMENT; budgets count >= 0
-    kv: Layers
+    kv: KVCache  # while serving also a mapping of layers (selection), or an iterator that brings each once (fusion)
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +98,12 @@ class ContextCache(NamedTuple):
     def end(self) -> int:
         """Position after the last real entry, where the query starts. Host metadata only."""
         return int((np.asarray(self.segments) != PADDING_SEGMENT).sum())
+
+    def sizes(self, num_query: int = 0) -> Sizes:
+        """Token counts of prefix, chunks and a query of `num_query` tokens. Host metadata only."""
+        segments = np.asarray(self.segments)
+        lengths = np.bincount(segments[segments >= 0])
+        return Sizes(int((segments == PREFIX_SEGMENT).sum()), tuple(int(n) for n in lengths), num_query)
 
 
 class Evidence(NamedTuple):

@@ -103,6 +103,11 @@ def _words() -> tuple[list[str], list[str]]:
     return words["adjectives"], words["nouns"]
 
 
+def split_sentences(text: str) -> list[str]:
+    """A passage's sentences, without the white space between them."""
+    return _SENTENCE_END.split(text)
+
+
 def _needles(task: str, count: int, passages: Sequence[Passage], rng: random.Random) -> list[_Needle]:
     """Needles of which no two share a word of their keys or a value, and whose values occur nowhere in the passages."""
     adjectives, nouns = _words()
@@ -158,7 +163,7 @@ def _filled(
     sentences: list[tuple[str, str]] = []
     filled = None
     for passage in haystack:
-        for index, sentence in enumerate(_SENTENCE_END.split(passage.text.strip())):
+        for index, sentence in enumerate(split_sentences(passage.text.strip())):
             sentences.append(("\n\n" if index == 0 else " ", sentence))
             candidate = _planted(sentences, needles, depths)
             if len(measure(candidate[0])) > room:

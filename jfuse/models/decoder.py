@@ -13,13 +13,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jfuse.config import Implementation
 from jfuse.models.config import ModelConfig
 from jfuse.models.rope import angles
 from jfuse.pallas.rotate import rotate
-from jfuse.pallas.selective_attention import merge, selective_attention
+from jfuse.pallas.selective_attention import attend
 from jfuse.types import PAD_POSITION, AnyArray, ContextCache, KVCache, LayerKV
 
 Params = dict[str, Any]
@@ -43,7 +44,7 @@ class Model:
     def layers(self) -> tuple[Params, ...]:
         """The blocks one by one, for loops that stream. On a CPU they are views of the stacked weights, not copies."""
         on_cpu = all(
-            not isinstance(leaf, jax.core.Tracer) and leaf.devices() == {jax.devices("cpu")[0]}
+            not isinstance(leaf, Tracer) and leaf.devices() == {jax.devices("cpu")[0]}
             for leaf in jax.tree.leaves(self.params["blocks"])
         )
         # device_put of an aligned host view aliases it; indexing would copy the weights of every layer.
@@ -71,7 +72,8 @@ class Linear(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         y = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,))
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(jnp.float32)[None, :]
         return y.astype(x.dtype)
 
 
@@ -86,7 +88,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+        return (wide * jnp.broadcast_to(scale.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 class Block(nn.Module):
@@ -190,13 +192,20 @@ class Prefill(NamedTuple):
     kv: KVCache  # rotated keys, the new tokens only
 
 
+def _apply(module: nn.Module, params: Params, *args: Any, method: str) -> Any:
+    return module.apply({"params": params}, *args, method=method)
+
+
+def _embedder(params: Params) -> Params:
+    return {name: params[name] for name in ("embed", "final_norm", "head") if name in params}
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def start(
     config: ModelConfig, params: Params, tokens: Int[AnyArray, " T"], positions: Int[AnyArray, " T"]
 ) -> tuple[Float[Array, "T D"], Rows]:
     """Embeddings and RoPE table of new rows."""
-    table = {name: params[name] for name in ("embed", "final_norm", "head") if name in params}
-    return Embedder(config).apply({"params": table}, tokens, method="start"), make_rows(config, positions)
+    return _apply(Embedder(config), _embedder(params), tokens, method="start"), make_rows(config, positions)
 
 
 def make_rows(config: ModelConfig, positions: Int[AnyArray, " T"]) -> Rows:
@@ -208,22 +217,21 @@ def make_rows(config: ModelConfig, positions: Int[AnyArray, " T"]) -> Rows:
 @functools.partial(jax.jit, static_argnames="config")
 def logits(config: ModelConfig, params: Params, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
     """Next-token logits in float32."""
-    table = {name: params[name] for name in ("embed", "final_norm", "head") if name in params}
-    return Embedder(config).apply({"params": table}, hidden, method="logits")
+    return _apply(Embedder(config), _embedder(params), hidden, method="logits")
 
 
 def project(
     config: ModelConfig, block: Params, x: Float[Array, "T D"]
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Queries, keys and values of one layer before RoPE."""
-    return Block(config).apply({"params": block}, x, method="project")
+    return _apply(Block(config), block, x, method="project")
 
 
 def finish(
     config: ModelConfig, block: Params, x: Float[Array, "T D"], attended: Float[Array, "T N H"]
 ) -> Float[Array, "T D"]:
     """The residual stream after one layer's attention output and MLP."""
-    return Block(config).apply({"params": block}, x, attended, method="finish")
+    return _apply(Block(config), block, x, attended, method="finish")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -239,7 +247,7 @@ def layer(
     """One decoder layer over new rows, which see each other and the past, causally by position."""
     q, k, v = project(config, block, x)
     q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
-    attended = _attend(q, LayerKV(k, v), rows, past, implementation)
+    attended = _attend(q, rows.positions, LayerKV(k, v), rows, past, implementation)
     return LayerOut(finish(config, block, x, attended), q, LayerKV(k, v))
 
 
@@ -258,7 +266,7 @@ def last_layer(
     q, k, v = project(config, block, x)
     q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
     one = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1), (x, q, rows.positions))
-    attended = _attend(one[1], LayerKV(k, v), rows, past, implementation, one[2])
+    attended = _attend(one[1], one[2], LayerKV(k, v), rows, past, implementation)
     return LayerOut(finish(config, block, one[0], attended), one[1], LayerKV(k, v))
 
 
@@ -269,17 +277,16 @@ def keys_values(config: ModelConfig, block: Params, x: Float[Array, "T D"], rows
     return LayerOut(x, rotate(q, rows.cos, rows.sin), LayerKV(rotate(k, rows.cos, rows.sin), v))
 
 
-def _attend(q, new: LayerKV, rows: Rows, past: Past | None, implementation, row_positions=None):
-    row_positions = rows.positions if row_positions is None else row_positions
-    parts = [(new, rows.positions)] + ([(past.kv, past.positions)] if past is not None else [])
-    return merge(
-        [
-            selective_attention(
-                q, kv.k, kv.v, row_positions, key_positions=at, return_lse=True, implementation=implementation
-            )
-            for kv, at in parts
-        ]
-    )
+def _attend(
+    q: Float[Array, "t N H"],
+    positions: Int[Array, " t"],
+    new: LayerKV,
+    rows: Rows,
+    past: Past | None,
+    implementation: Implementation,
+) -> Float[Array, "t N H"]:
+    parts = [(new, rows.positions)] + ([] if past is None else [(past.kv, past.positions)])
+    return attend(q, positions, parts, implementation=implementation)
 
 
 def prefill(
@@ -302,11 +309,11 @@ def prefill(
     """
     config = model.config
     x, rows = start(config, model.params, tokens, positions)
-    past_layers = iter(prefix.kv) if prefix is not None else None
-    at = jnp.asarray(prefix.positions) if prefix is not None else None
+    past_layers = None if prefix is None else iter(prefix.kv)
+    at = jnp.zeros(0, jnp.int32) if prefix is None else jnp.asarray(prefix.positions)
     kv = []
     for l, block in enumerate(model.layers):
-        past = Past(next(past_layers), at) if past_layers is not None else None
+        past = None if past_layers is None else Past(next(past_layers), at)
         if l < config.num_layers - 1 or hidden == "all":
             out = layer(config, block, x, rows, past, implementation=implementation)
         elif hidden == "last":

@@ -3,7 +3,17 @@
 from jfuse.pallas.attention_mass import attention_mass, log_mass
 from jfuse.pallas.place import place
 from jfuse.pallas.rotate import rotate
-from jfuse.pallas.selective_attention import merge, selective_attention
+from jfuse.pallas.selective_attention import attend, merge, partial_attention, selective_attention
 from jfuse.pallas.soft_attention import soft_attention
 
-__all__ = ["attention_mass", "log_mass", "merge", "place", "rotate", "selective_attention", "soft_attention"]
+__all__ = [
+    "attend",
+    "attention_mass",
+    "log_mass",
+    "merge",
+    "partial_attention",
+    "place",
+    "rotate",
+    "selective_attention",
+    "soft_attention",
+]

@@ -53,12 +53,12 @@ def attention_mass(
     rows = jnp.asarray(rows)
 
     def reduce(block):
-        scores, keep = _scores(q, *block, row_positions)  # [U, N, s]
+        scores, keep = _scores(q, block, row_positions)  # [U, N, s]
         keep &= rows[:, None, None]
         mass = jnp.where(keep, jnp.exp(jnp.where(keep, scores - lse[..., None], 0.0)), 0.0)
         if heads != "each":
             mass = mass.mean(1) if heads == "mean" else mass.max(1)
-        return mass.sum(0) / jnp.maximum(rows.sum(), 1) if over_rows == "mean" else mass.max(0)
+        return mass.sum(0) / jnp.maximum(rows.sum().astype(jnp.float32), 1).astype(mass.dtype) if over_rows == "mean" else mass.max(0)
 
     out = jax.lax.map(reduce, _blocks(k, key_positions, counted))  # [block, (N,) s]
     out = jnp.moveaxis(out, 0, -2)
@@ -76,7 +76,7 @@ def log_mass(
     """Log-sum-exp of the scaled scores over the counted keys at or before each row; -1e30 where there is none."""
 
     def step(running, block):
-        scores, keep = _scores(q, *block, row_positions)
+        scores, keep = _scores(q, block, row_positions)
         scores = jnp.where(keep, scores, NEGATIVE)
         top = jnp.maximum(scores.max(-1), running)
         total = jnp.where(keep, jnp.exp(scores - top[..., None]), 0.0).sum(-1) + jnp.where(
@@ -99,8 +99,9 @@ def _blocks(k, key_positions, counted):
     return jnp.pad(k, ((0, padding), (0, 0), (0, 0))).reshape(-1, size, *k.shape[1:]), positions, counted
 
 
-def _scores(q, k, key_positions, counted, row_positions):
+def _scores(q, block, row_positions):
     """Scaled scores [U, N, s] in float32 and which of them exist."""
+    k, key_positions, counted = block
     rows, heads, size = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, size)
     scores = jnp.einsum("UKGH,SKH->UKGS", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(size)

@@ -23,8 +23,7 @@ def place(
     cos: Float[Array, "C F"],
     sin: Float[Array, "C F"],
 ) -> LayerKV:
-    """Writes the first `length` entries of a padded chunk at rows start.. of the buffer, keys rotated, values as
-    they are.
+    """Writes the first `length` entries of a padded chunk at rows start.. of the buffer, keys rotated.
 
     The buffer is donated: use the returned one. Rows outside stay as they are, bit for bit.
 

@@ -9,13 +9,14 @@ are visited in blocks, and blocks of keys that no row of the block can see are s
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation
-from jfuse.types import PAD_POSITION, AnyArray
+from jfuse.types import PAD_POSITION, AnyArray, LayerKV
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives zeros and not NaN
 
@@ -32,9 +33,8 @@ def selective_attention(
     key_positions: Int[AnyArray, " S"] | None = None,
     visible: Bool[AnyArray, " S"] | None = None,
     window: Int[AnyArray, ""] | int = 0,
-    return_lse: bool = False,
     implementation: Implementation = None,
-) -> Float[Array, "R N H"] | tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
+) -> Float[Array, "R N H"]:
     """Attention of R rows over S keys, softmax in float32, scale 1/sqrt(H), query head h over KV head h // (N / K).
 
     Args:
@@ -42,31 +42,66 @@ def selective_attention(
         key_positions: position of each key; 0..S-1 by default; PAD_POSITION marks padding, which nobody sees.
         visible: the restricted context; None leaves every earlier key visible.
         window: with `visible`, keys at the `window` positions before a row are visible too.
-        return_lse: also return the log-sum-exp of the scores, `-inf`-like (-1e30) for rows that see nothing.
         implementation: "xla", or None for the best one here. (GPU kernels join later; "pallas" is refused until then.)
 
     Raises:
         NotImplementedError: an implementation that does not exist here. There is no silent fallback.
     """
+    return partial_attention(
+        q,
+        k,
+        v,
+        row_positions,
+        key_positions=key_positions,
+        visible=visible,
+        window=window,
+        implementation=implementation,
+    )[0]
+
+
+def partial_attention(
+    q: Float[Array, "R N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    row_positions: Int[AnyArray, " R"],
+    *,
+    key_positions: Int[AnyArray, " S"] | None = None,
+    visible: Bool[AnyArray, " S"] | None = None,
+    window: Int[AnyArray, ""] | int = 0,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
+    """`selective_attention` with the log-sum-exp of each row and head, -1e30 for rows that see nothing."""
     if implementation == "pallas":
         raise NotImplementedError('selective_attention has no Pallas kernel yet; use implementation="xla" or None.')
     row_positions = jnp.asarray(row_positions, jnp.int32)
     key_positions = jnp.arange(k.shape[0]) if key_positions is None else jnp.asarray(key_positions)
     seen = None if visible is None else jnp.asarray(visible)
-    out, lse = _blocked(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
-    return (out, lse) if return_lse else out
+    return _blocked(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
 
 
-def merge(
-    parts: list[tuple[Float[Array, "R N H"], Float[Array, "R N"]]],
+def attend(
+    q: Float[Array, "R N H"],
+    row_positions: Int[AnyArray, " R"],
+    parts: Sequence[tuple[LayerKV, Int[AnyArray, " _"]]],
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "R N H"]:
-    """Attention over the union of disjoint key sets, from the partial results over each."""
-    if len(parts) == 1:
-        return parts[0][0]
+    """Attention over the union of disjoint caches, each given with its positions; nothing is concatenated."""
+    results = [
+        partial_attention(q, kv.k, kv.v, row_positions, key_positions=at, implementation=implementation)
+        for kv, at in parts
+    ]
+    return results[0][0] if len(results) == 1 else merge(results)
+
+
+def merge(parts: Sequence[tuple[Float[Array, "R N H"], Float[Array, "R N"]]]) -> Float[Array, "R N H"]:
+    """Attention over a union of disjoint key sets, from the partial result and log-sum-exp over each."""
     top = functools.reduce(jnp.maximum, [lse for _, lse in parts])
     weights = [jnp.exp(lse - top) for _, lse in parts]
-    total = sum(out.astype(jnp.float32) * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
-    return (total / sum(weights)[..., None]).astype(parts[0][0].dtype)
+    total = functools.reduce(jnp.add, weights)[..., None]
+    outs = [out.astype(jnp.float32) for out, _ in parts]
+    shares = [out * (weight[..., None] / total) for out, weight in zip(outs, weights, strict=True)]
+    return functools.reduce(jnp.add, shares).astype(parts[0][0].dtype)
 
 
 def _blocked(q, k, v, row_positions, key_positions, visible, window):
@@ -86,12 +121,10 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
     q = q.reshape(blocks, row_block, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
     q = q.reshape(blocks, kv_heads, row_block * group, size)
     k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    starts = jnp.minimum(
-        jnp.arange(0, keys, key_block), keys - key_block
-    )  # the last block may overlap the one before it
     first_new = jnp.arange(0, keys, key_block)
+    starts = jnp.minimum(first_new, keys - key_block)  # the last block may overlap the one before it
 
-    def attend(block):
+    def attend_block(block):
         q, positions = block
         last = positions.max()
         earliest = jnp.where(positions < 0, PAD_POSITION, positions).min()
@@ -127,7 +160,7 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
         out = jnp.where(empty, 0.0, out / jnp.where(empty, 1.0, total))
         return out, jnp.where(empty, NEGATIVE, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
-    out, lse = jax.lax.map(attend, (q, row_positions.reshape(blocks, row_block)))
+    out, lse = jax.lax.map(attend_block, (q, row_positions.reshape(blocks, row_block)))
     out = out.reshape(blocks, kv_heads, row_block, group, size).transpose(0, 2, 1, 3, 4).reshape(-1, heads, size)
     lse = lse.reshape(blocks, kv_heads, row_block, group).transpose(0, 2, 1, 3).reshape(-1, heads)
     return out[:rows].astype(v.dtype), lse[:rows]

@@ -45,7 +45,7 @@ def soft_attention(
         weight = jnp.where(positions[None, :] <= row, jnp.where(near, 1.0, weights[None, :]), 0.0)
         top = jax.lax.stop_gradient(jnp.where(weight > 0, scores, -jnp.inf).max(-1, keepdims=True))
         # Keys of weight 0 may score above the maximum; clipped, they stay finite and still weigh nothing.
-        shares = jnp.exp(jnp.minimum(scores - top, 80.0)) * weight
+        shares = jnp.exp(jnp.minimum(scores - top, 80.0)) * weight[None, None]
         total = shares.sum(-1)
         out = jnp.einsum("KGRS,SKH->RKGH", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return out / jnp.moveaxis(total, -1, 0)[..., None]
