@@ -53,6 +53,7 @@ CASES = {
     "phi3-longrope-short": ("Phi3", {"original_max_position_embeddings": 128, **rope("longrope", **FACTORS)}),
     "phi3-longrope-long": ("Phi3", {"original_max_position_embeddings": 32, **rope("longrope", **FACTORS)}),
 }
+SLOW = ("llama-tied", "llama-head-size", "llama-linear", "qwen2-yarn-1.0")  # seconds each; others cover their parts
 
 
 def save_reference(folder, family, overrides, seed=0, **save):
@@ -84,7 +85,9 @@ def greedy(model, tokens, count):
     return tokens
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_parity_with_transformers(case, tmp_path):
     family, overrides = CASES[case]
     reference = save_reference(tmp_path, family, overrides, max_shard_size="20KB")
