@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import jfuse.fingerprint as fingerprint_module
 from jfuse.fingerprint import FORMAT_VERSION, Fingerprint, canonical_json, chunk_id, differing
 from jfuse.models.config import ModelConfig
 from jfuse.models.rope import Rope
@@ -135,14 +136,13 @@ def test_nothing_but_numbers_and_strings_goes_into_a_digest():
 
 def test_the_address_is_the_same_in_every_process():
     """C-08: a literal from another process, and two processes with different hash seeds."""
-    program = (
-        "from jfuse.fingerprint import Fingerprint, chunk_id;"
-        f"print(chunk_id(Fingerprint.from_json({KNOWN.to_json()!r}), [3, 1, 2]))"
-    )
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    program = f"""
+import runpy
+module = runpy.run_path({fingerprint_module.__file__!r})
+print(module["chunk_id"](module["Fingerprint"].from_json({KNOWN.to_json()!r}), [3, 1, 2]))
+"""
     for seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "-c", program], env={**environment, "PYTHONHASHSEED": seed}, capture_output=True, text=True
-        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert run.stdout.strip() == KNOWN_ID, run.stderr
     assert chunk_id(KNOWN, [3, 1, 2]) == KNOWN_ID

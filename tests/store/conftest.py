@@ -1,9 +1,12 @@
 """Random chunks and stores for the store's tests: no model is needed."""
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+import jfuse
 from jfuse.fingerprint import Fingerprint
 from jfuse.store import ChunkStore
 from jfuse.types import Chunk, LayerKV
@@ -69,3 +72,35 @@ def reopen(folder, fingerprint):
         return ChunkStore.open(f"file://{folder}", model, **options)
 
     return reopen
+
+
+# The package's own __init__ imports jax; the modules that touch files do not need it, so that processes start at once.
+WITHOUT_JAX = f"""
+import os, sys, types
+for name in ("jfuse", "jfuse.store"):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [os.path.join({os.path.dirname(os.path.dirname(jfuse.__file__))!r}, *name.split("."))]
+import ml_dtypes
+import numpy as np
+from jfuse.fingerprint import Fingerprint
+from jfuse.store.entry import Entry
+from jfuse.store.layout import encode
+from jfuse.store.tier import StoreError
+from jfuse.store.urls import tier_at
+assert "jax" not in sys.modules
+
+FINGERPRINT = Fingerprint("w1", "config", "rope", "tokenizer", "none", "kvzip", (7, 8), 4, "bfloat16")
+
+def encoded(seed, tokens=300, layers=3):
+    rng = np.random.default_rng(seed)
+    half = lambda: rng.standard_normal((tokens, 2, 16), np.float32).astype(ml_dtypes.bfloat16)
+    kv = [(half(), half()) for _ in range(layers)]
+    ids = rng.integers(0, 1000, tokens, np.int32)
+    return encode(FINGERPRINT, ids, kv, rng.random((layers, tokens), np.float32))
+"""
+
+
+@pytest.fixture
+def without_jax():
+    """The head of a program that knows the store's files and `encoded(seed)`, a random chunk, and starts at once."""
+    return WITHOUT_JAX
