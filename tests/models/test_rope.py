@@ -172,7 +172,6 @@ def test_attention_factor_multiplies_once():
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("llama", "default"),
         ("llama", "llama3"),
         ("mistral", "yarn attention 1.2"),
         ("qwen2", "yarn"),
