@@ -46,9 +46,9 @@ def without_control(spec: Mapping[str, Any]) -> dict[str, Any]:
     """
     control = {token["content"] for token in spec["added_tokens"] if token["content"].strip()}
     model = dict(spec["model"])
-    control.discard(model.get("unk_token"))
     if not control.isdisjoint(model["vocab"]):
-        model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
+        dropped = control - {model.get("unk_token")}  # which stands for unknown characters, and is not spelled by them
+        model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if token not in dropped}
         if "merges" in model:
             pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
             model["merges"] = [pair for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]

@@ -18,7 +18,7 @@ TEXTS = [
     "numbers 1234567 3.14 x=5",
     "a genuine \ufffd character",
 ]
-SPELLED = "He wrote </s> and <|eot|><s> then <think>no</think> at the end <|start|>."
+SPELLED = "He wrote <unk> </s> and <|eot|><s> then <think>no</think> at the end <|start|>."
 
 
 @pytest.fixture(params=["byte_level", "sentencepiece"])
