@@ -18,6 +18,8 @@ class View:
     `tokens`: what the query is run over before its states score ("none": no probe at all; "query": the query alone;
     "prefix": system prefix; "anchors": prefix and per-chunk anchors; "context": prefix and whole stitched context).
     `layers`: 0-based layers whose context keys are scored; negative counts from the end; None means every layer.
+    `values`: whether their values are scored too. `fresh`: how many first layers are recomputed for every position;
+    `kept`: shares of the context that recomputation goes on with after layer 1, 2, ... of those (CacheBlend's filter).
     """
 
     tokens: TokenView = "none"
@@ -25,6 +27,7 @@ class View:
     anchor_ratio: float = 0.1
     values: bool = False
     fresh: int = 0
+    kept: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.tokens not in get_args(TokenView):
@@ -32,6 +35,8 @@ class View:
         checked_ratio(self.anchor_ratio, name="View.anchor_ratio")
         if self.fresh < 0:
             raise ValueError(f"View.fresh is {self.fresh}; use a layer count >= 0.")
+        for share in self.kept:
+            checked_ratio(share, name="View.kept")
 
     def layer_indices(self, num_layers: int) -> tuple[int, ...]:
         """The view's layers as indices 0..num_layers-1, in the view's order.
@@ -74,7 +79,7 @@ class FusionConfig:
             raise ValueError(f'FusionConfig.implementation is {self.implementation!r}; use None, "xla" or "pallas".')
 
 
-def checked_ratio(ratio: float, *, name: str = "ratio") -> float:
+def checked_ratio(ratio: float | int, *, name: str = "ratio") -> float:
     """`ratio` as a float in [0, 1].
 
     Raises:
@@ -88,7 +93,7 @@ def checked_ratio(ratio: float, *, name: str = "ratio") -> float:
     return float(ratio)
 
 
-def budget(rule: BudgetRule, ratio: float, n: int) -> int:
+def budget(rule: BudgetRule, ratio: float | int, n: int) -> int:
     """How many of `n` positions a ratio buys, exactly, by the method's own rounding rule (methods differ).
 
     The ratio is read as the fraction with denominator up to 10^6 that is nearest, so that 0.29 of 100 is 29 and 1/3

@@ -58,7 +58,7 @@ def attention_mass(
         mass = jnp.where(keep, jnp.exp(jnp.where(keep, scores - lse[..., None], 0.0)), 0.0)
         if heads != "each":
             mass = mass.mean(1) if heads == "mean" else mass.max(1)
-        return mass.sum(0) / jnp.maximum(rows.sum().astype(jnp.float32), 1).astype(mass.dtype) if over_rows == "mean" else mass.max(0)
+        return mass.sum(0) / jnp.maximum(rows.sum(), 1).astype(mass.dtype) if over_rows == "mean" else mass.max(0)
 
     out = jax.lax.map(reduce, _blocks(k, key_positions, counted))  # [block, (N,) s]
     out = jnp.moveaxis(out, 0, -2)

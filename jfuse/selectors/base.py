@@ -8,22 +8,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import BudgetRule, View
-from jfuse.selectors.allocate import uniform
+from jfuse.config import BudgetRule, View, budget, checked_ratio
+from jfuse.selectors.allocate import AllocateFn, BudgetedPick, uniform
 from jfuse.selectors.topk import top_k
-from jfuse.types import AnyArray, Evidence, Selection
+from jfuse.types import AnyArray, Evidence, Selection, Sizes
 
 ScoreFn = Callable[[Evidence, Any], Float[Array, "Lv S"]]
-AllocateFn = Callable[..., Selection]
+SpendFn = Callable[[float, Sizes], int | tuple[int, ...]]
 PickFn = Callable[..., Any]
 
 
 class Selector(NamedTuple):
     """A selection method. Hashable, hence a static argument of jit; build variants with `_replace`.
 
-    `rule` and `ratio` are the method's own rounding rule and default ratio; `source` is the paper's section.
+    `rule` and `ratio` are the method's own rounding rule and default ratio; `source` is the paper's section. `spend`
+    stands in for `rule` where a method counts other tokens than the context's, or has a second budget.
     """
 
     view: View
@@ -33,12 +35,31 @@ class Selector(NamedTuple):
     ratio: float = 0.5
     name: str = "custom"
     source: str = ""
+    spend: SpendFn | None = None
+
+
+def budget_for(selector: Selector, ratio: float | None, sizes: Sizes) -> int | tuple[int, ...]:
+    """What `ratio` buys under the selector's own rule, exactly: the `k` of `select`. Host integers.
+
+    >>> from jfuse import selectors
+    >>> budget_for(selectors.epic(), 0.3, Sizes(prefix=0, chunks=(9, 9, 9)))  # chunk 0 is exact: 2 of 9 twice
+    4
+
+    Args:
+        ratio: None takes the selector's default.
+        sizes: `context.sizes(num_query)`.
+
+    Raises:
+        TypeError, ValueError: a ratio that is no number from 0 to 1.
+    """
+    ratio = checked_ratio(selector.ratio if ratio is None else ratio)
+    return selector.spend(ratio, sizes) if selector.spend else budget(selector.rule, ratio, sizes.context)
 
 
 def select(
     selector: Selector,
     evidence: Evidence,
-    k: Int[AnyArray, ""] | int,
+    k: Int[AnyArray, ""] | int | tuple[Int[AnyArray, ""] | int, ...],
     *,
     num_layers: int,
     pick: PickFn = top_k,
@@ -49,7 +70,8 @@ def select(
     Works inside a user's own jit, vmap or grad, where `pick` may close over traced values.
 
     Args:
-        k: budget in context positions (`jfuse.budget` computes it exactly on the host).
+        k: budget in context positions, as `budget_for` computes it exactly on the host; several for the selectors
+            that have more than one.
         pick: `top_k`, or a soft pick such as `functools.partial(soft_top_k, temperature=0.1)`.
         params: parameters of a learned score; training-free scores ignore them.
 
@@ -57,7 +79,7 @@ def select(
         FloatingPointError: a score that is not finite, when called outside a trace.
     """
     selection, broken = _select(selector, evidence, k, num_layers, pick, params)
-    if not isinstance(broken, jax.core.Tracer) and int(broken):
+    if not isinstance(broken, Tracer) and int(broken):
         raise FloatingPointError(
             f"{int(broken)} scores of selector {selector.name!r} are NaN or infinite, so the selection is arbitrary. "
             "Check the model's weights and the chunk caches (jfuse verify)."
@@ -68,11 +90,14 @@ def select(
 def _select_fn(selector, evidence, k, num_layers, pick, params) -> tuple[Selection, Int[Array, ""]]:
     context = context_mask(evidence)
     scores = selector.score(evidence, params).astype(jnp.float32)
-    broken = (~jnp.isfinite(scores) & context).sum()
+    broken = (~jnp.isfinite(scores) & context[None]).sum()
     layers = selector.view.layer_indices(num_layers)
-    selection = selector.allocate(jnp.where(context, scores, -jnp.inf), lambda s: pick(s, k), layers, num_layers)
-    return selection._replace(
-        recompute=jnp.where(context, selection.recompute, 0).astype(selection.recompute.dtype)
+    budgeted = BudgetedPick(pick, k if isinstance(k, tuple) else (k,))
+    chosen = selector.allocate(jnp.where(context[None], scores, -jnp.inf), budgeted, layers, num_layers)
+    return Selection(
+        jnp.where(context[None], chosen.recompute, jnp.zeros_like(chosen.recompute)),
+        jnp.where(context[None], chosen.visible, jnp.ones_like(chosen.visible)),
+        chosen.window,
     ), broken
 
 
