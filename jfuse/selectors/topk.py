@@ -1,14 +1,17 @@
 """Picks: scores to weights under a budget. Hard picks give {0, 1}, soft ones (0, 1)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.types import AnyArray
 
 
 def top_k(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Bool[Array, "*B S"]:
-    """Marks the k largest scores of each row; ties go to the lower position, NaN ranks last.
+    """Marks the k largest scores of each row; ties go to the lower position, NaN ranks last, as -inf does.
 
     The count is exact by rank, so k may be traced and a ratio sweep compiles once.
 
@@ -30,29 +33,74 @@ def soft_top_k(
     """
     real = scores > -jnp.inf
     safe = jnp.where(real, scores, 0.0).astype(jnp.float32)
-    count = real.sum(-1, keepdims=True)
+    count = real.sum(-1, keepdims=True).astype(jnp.float32)
     k = jnp.asarray(k, jnp.float32)
 
-    def weights(threshold):
-        return jnp.where(real, jax.nn.sigmoid((safe - threshold) / temperature), 0.0)
+    def weights(values, threshold):
+        return jnp.where(real, jax.nn.sigmoid((values - threshold) / temperature), 0.0)
 
-    def halve(_, ends):
-        low, high = ends
-        middle = (low + high) / 2
-        too_many = weights(middle).sum(-1, keepdims=True) > k
-        return jnp.where(too_many, middle, low), jnp.where(too_many, high, middle)
+    def bisect(values, low, high):
+        def halve(_, ends):
+            low, high = ends
+            middle = (low + high) / 2
+            too_many = weights(values, middle).sum(-1, keepdims=True) > k
+            return jnp.where(too_many, middle, low), jnp.where(too_many, high, middle)
+
+        return jax.lax.stop_gradient(jax.lax.fori_loop(0, 64, halve, (low, high)))
 
     fixed = jax.lax.stop_gradient(safe)
     reach = 40.0 * jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))  # sigmoid(40) is 1 in float32
     low = jnp.where(real, fixed, jnp.inf).min(-1, keepdims=True) - reach
     high = jnp.where(real, fixed, -jnp.inf).max(-1, keepdims=True) + reach
-    low, high = jax.lax.stop_gradient(jax.lax.fori_loop(0, 64, halve, (low, high)))
-    threshold = (low + high) / 2
-    at = weights(threshold)
-    slope = jax.lax.stop_gradient((at * (1 - at)).sum(-1, keepdims=True)) / temperature
-    # d(sum of weights)/d(threshold) = -slope; where all weights are saturated there is nothing to correct.
-    correction = (at.sum(-1, keepdims=True) - k) / jnp.maximum(slope, 1e-12)
-    threshold = threshold + jnp.where(slope > 1e-6, correction, 0.0)
+    low, high = bisect(fixed, low, high)
+    # Large scores leave float32 few steps per temperature; counted from the threshold, they leave as many as needed.
+    near, gap = safe - high, low - high
+    threshold = bisect(jax.lax.stop_gradient(near), gap, jnp.zeros_like(gap))[1]
+    at = weights(near, threshold)
+    spread = jax.lax.stop_gradient((at * (1 - at)).sum(-1, keepdims=True))
+    # d(sum of weights)/d(threshold) = -spread / temperature; where all are saturated there is nothing to correct.
+    correction = (at.sum(-1, keepdims=True) - k) * temperature / jnp.maximum(spread, 1e-6)
+    threshold = threshold + jnp.where(spread > 1e-6, correction, 0.0)
     inner = (k > 0) & (k < count)
     ends = jnp.where(real & (k >= count), 1.0, 0.0)
-    return jnp.where(inner, weights(threshold), ends)
+    return jnp.where(inner, weights(near, threshold), ends)
+
+
+@functools.cache
+def straight_through(temperature: float = 0.1):
+    """A pick that is hard forward and soft backward: the weights of `top_k`, the gradient of `soft_top_k`."""
+
+    def pick(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Float[Array, "*B S"]:
+        soft = soft_top_k(scores, k, temperature=temperature)
+        hard = top_k(scores, k).astype(soft.dtype)
+        return hard + (soft - jax.lax.stop_gradient(soft))
+
+    return pick
+
+
+def perturbed(key: Array, *, sigma: float = 0.1, num_samples: int = 100):
+    """A pick by `optax.perturbations`: the mean of `top_k` under Gumbel noise, with its Monte-Carlo gradient.
+
+    Weights sum to k. Every call gives a new pick, and a pick is a static argument of jit: make it once.
+
+    Args:
+        key: of the noise; the same key gives the same weights.
+        sigma: scale of the noise, in units of the score.
+    """
+
+    def pick(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Float[Array, "*B S"]:
+        rows = scores.reshape(-1, scores.shape[-1])
+        weights = jax.vmap(smooth, (0, 0, None))(jax.random.split(key, len(rows)), rows, k)
+        return weights.reshape(scores.shape)
+
+    def smooth(key, scores, k):
+        real = scores > -jnp.inf
+
+        def hard(noisy):
+            return (top_k(jnp.where(real, noisy, -jnp.inf), k) & real).astype(jnp.float32)
+
+        # optax takes differences of scores, which -inf has none of.
+        finite = jnp.where(real, scores, 0.0).astype(jnp.float32)
+        return jnp.asarray(optax.perturbations.make_perturbed_fun(hard, num_samples, sigma)(key, finite))
+
+    return pick
