@@ -5,12 +5,20 @@ further: of that layer only the projections are needed. The context cache is rea
     never written.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import Implementation, View, query_bucket
-from jfuse.models.decoder import LayerOut, Model, Past, keys_values, layer, start
+from jfuse.config import Implementation, View, budget, query_bucket
+from jfuse.models.config import ModelConfig
+from jfuse.models.decoder import LayerOut, Model, Params, Past, Rows, finish, keys_values, layer, project, start
+from jfuse.pallas.rotate import rotate
+from jfuse.pallas.selective_attention import selective_attention
+from jfuse.selectors.score import squared_difference
+from jfuse.selectors.topk import top_k
 from jfuse.types import PAD_POSITION, AnchorCache, AnyArray, ContextCache, Evidence, LayerKV
 
 
@@ -53,22 +61,22 @@ def probe(
 
     states: dict[int, LayerOut] = {}
     if view.tokens != "none" and layers:
-        past = _past_of(view, anchors, context)
         x, rows = start(model.config, model.params, np.pad(query, (0, padding)), query_positions)
         for l in range(max(layers) + 1):
             if l == max(layers):
                 out = keys_values(model.config, model.layers[l], x, rows)
             else:
-                out = layer(model.config, model.layers[l], x, rows, past(l), implementation=implementation)
+                past = _past(view, anchors, context, l)
+                out = layer(model.config, model.layers[l], x, rows, past, implementation=implementation)
             x = out.x
             if l in layers:
                 states[l] = out
     segments = np.asarray(context.segments)
     return Evidence(
         queries=tuple(states[l].q for l in layers if l in states),
-        pic=tuple(context.kv[l] for l in layers),  # type: ignore[index]
+        pic=tuple(context.kv[l] for l in layers),
         query=tuple(states[l].kv for l in layers if l in states),
-        fresh=_recompute_first(model, context, view.fresh, implementation),
+        fresh=_recompute_first(model, context, view, implementation),
         scoring_rows=np.pad(scoring_rows, (0, padding)),
         query_positions=query_positions,
         positions=np.asarray(context.positions),
@@ -77,31 +85,79 @@ def probe(
     )
 
 
-def _past_of(view: View, anchors: AnchorCache | None, context: ContextCache):
+def _past(view: View, anchors: AnchorCache | None, context: ContextCache, l: int) -> Past | None:
     """What the query attends to at layer l under the view's token choice."""
     if view.tokens == "query":
-        return lambda l: None
+        return None
     if view.tokens == "context":
-        at = jnp.asarray(context.positions)
-        return lambda l: Past(context.kv[l], at)
+        return Past(context.kv[l], jnp.asarray(context.positions))
     if anchors is None:
         raise ValueError(f'The token view "{view.tokens}" needs an anchor cache; make one with stitch_anchors.')
-    return lambda l: Past(anchors.kv[l], jnp.asarray(anchors.positions[l]))
+    return Past(anchors.kv[l], jnp.asarray(anchors.positions[l]))
 
 
-def _recompute_first(model: Model, context: ContextCache, count: int, implementation) -> tuple[LayerKV, ...]:
-    """Keys and values of the first `count` layers recomputed for every position, as CacheBlend's check layers ask."""
-    fresh = []
-    if count:
-        x, rows = start(model.config, model.params, context.tokens, context.positions)
-    for l in range(count):
-        if l == count - 1:
-            out = keys_values(model.config, model.layers[l], x, rows)
-        else:
-            out = layer(model.config, model.layers[l], x, rows, implementation=implementation)
-        x = out.x
-        fresh.append(out.kv)
+def _recompute_first(
+    model: Model, context: ContextCache, view: View, implementation: Implementation
+) -> tuple[LayerKV, ...]:
+    """Keys and values of the first `view.fresh` layers, recomputed under the real context for every position.
+
+    With `view.kept`, only that share of the context goes on after layer 1, 2, ...: those that deviate most, keys and
+    values together. The others keep their cached entries from there on, so nothing of them deviates any more.
+    """
+    fresh: list[LayerKV] = []
+    if not view.fresh:
+        return ()
+    real = jnp.asarray(context.segments) >= 0
+    keep = jnp.ones(real.shape, bool)
+    x, rows = start(model.config, model.params, context.tokens, context.positions)
+    for l in range(view.fresh):
+        first_check = view.fresh - 1 - len(view.kept)
+        if l > first_check:
+            deviation = squared_difference(fresh[-1], context.kv[l - 1], "both")
+            count = budget("floor", view.kept[l - 1 - first_check], context.num_tokens)
+            keep &= ~real | top_k(jnp.where(real & keep, deviation, -jnp.inf), count)
+        x, kv = _mixed_layer(
+            model.config,
+            model.layers[l],
+            x,
+            rows,
+            context.kv[l] if l > first_check else None,
+            keep,
+            keys_only=l == view.fresh - 1,
+            implementation=implementation,
+        )
+        fresh.append(kv)
     return tuple(fresh)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "keys_only", "implementation"))
+def _mixed_layer(
+    config: ModelConfig,
+    block: Params,
+    x: Float[Array, "S D"],
+    rows: Rows,
+    pic: LayerKV | None,
+    keep: Bool[Array, " S"],
+    *,
+    keys_only: bool,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "S D"], LayerKV]:
+    """A layer over all positions, in which those that are not kept read and leave their cached entries."""
+    q, k, v = project(config, block, x)
+    kv = LayerKV(rotate(k, rows.cos, rows.sin), v)
+    if pic is not None:
+        kv = jax.tree.map(lambda new, old: jnp.where(keep[:, None, None], new, old), kv, pic)
+    if keys_only:
+        return x, kv
+    attended = selective_attention(
+        rotate(q, rows.cos, rows.sin),
+        kv.k,
+        kv.v,
+        rows.positions,
+        key_positions=rows.positions,
+        implementation=implementation,
+    )
+    return finish(config, block, x, attended), kv
 
 
 def chunk_offsets(segments: Int[np.ndarray, " S"]) -> Int[np.ndarray, " S"]:
