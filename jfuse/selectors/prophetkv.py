@@ -1,0 +1,53 @@
+"""ProphetKV (2602.02579): the query runs over the whole stitched cache and every layer scores."""
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+from jfuse.config import BudgetRule, TokenView, View
+from jfuse.selectors.base import Selector
+from jfuse.selectors.score import Denominator, Rows, check, query_attention
+
+Preset = Literal["paper", "qcfuse", "ucm", "kvbench"]
+
+
+class Settings(NamedTuple):
+    """The switches in which the re-implementations disagree."""
+
+    tokens: TokenView
+    denominator: Denominator
+    scoring: Rows
+    rule: BudgetRule
+    source: str
+
+
+SETTINGS: dict[Preset, Settings] = {
+    "paper": Settings("context", "context", "question", "floor_min1", "2602.02579"),
+    "qcfuse": Settings("context", "all", "question", "floor_min1", "2602.02579 as run by 2606.05875"),
+    "ucm": Settings("context", "prefix+context", "question", "floor", "2602.02579 as run by UCM"),
+    "kvbench": Settings("query", "context", "query", "floor", "2602.02579 as run by KVBench"),
+}
+
+
+@functools.cache
+def prophetkv(preset: Preset = "paper") -> Selector:
+    """ProphetKV: attention of the query's rows, averaged over heads, rows and all layers; one set for all layers.
+
+    What must be read before anything is selected is the whole cache. The paper's text was not open to us and three
+    re-implementations disagree, so each is a preset: "paper" normalises over the context alone, which gives every
+    layer, head and row the same weight; "qcfuse" over everything; "ucm" over prefix and context; "kvbench" runs the
+    query alone and lets all its rows score. In the first three only the question's rows score. Rounding is not
+    published either; "paper" takes QCFuse's.
+
+    Raises:
+        ValueError: an unknown preset.
+    """
+    check("preset", preset, get_args(Preset))
+    chosen = SETTINGS[preset]
+    return Selector(
+        View(chosen.tokens, None),
+        query_attention(denominator=chosen.denominator, scoring=chosen.scoring),
+        rule=chosen.rule,
+        ratio=0.2,
+        name="prophetkv" if preset == "paper" else f"prophetkv_{preset}",
+        source=chosen.source,
+    )
