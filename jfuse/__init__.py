@@ -10,12 +10,13 @@ from jfuse.config import FusionConfig, View, budget
 from jfuse.fuse import cache_error, fuse, fusion_work, soft_fuse
 from jfuse.generate import generate
 from jfuse.models.decoder import Model, prefill
+from jfuse.models.resolve import load_model
 from jfuse.offload import prefetch
 from jfuse.pipeline import Answer, Question, answer, encode_prefix, full_prefill, serve
 from jfuse.probe import probe
 from jfuse.report import Report
-from jfuse.selectors.base import Selector, select
-from jfuse.selectors.topk import soft_top_k, top_k
+from jfuse.selectors.base import Selector, budget_for, select
+from jfuse.selectors.topk import perturbed, soft_top_k, straight_through, top_k
 from jfuse.stitch import make_layout, stitch, stitch_anchors
 from jfuse.store import ChunkStore
 from jfuse.types import AnchorCache, Chunk, ContextCache, Evidence, LayerKV, Selection
@@ -38,6 +39,7 @@ __all__ = [
     "anchors",
     "answer",
     "budget",
+    "budget_for",
     "cache_error",
     "encode_chunk",
     "encode_prefix",
@@ -45,7 +47,9 @@ __all__ = [
     "fuse",
     "fusion_work",
     "generate",
+    "load_model",
     "make_layout",
+    "perturbed",
     "prefetch",
     "prefill",
     "probe",
@@ -56,5 +60,6 @@ __all__ = [
     "soft_top_k",
     "stitch",
     "stitch_anchors",
+    "straight_through",
     "top_k",
 ]

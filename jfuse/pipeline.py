@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jfuse import costs
 from jfuse.anchors import chunk_anchors
 from jfuse.chunks import encode_chunk
-from jfuse.config import FusionConfig, Implementation, budget, chunk_bucket, round_up
+from jfuse.config import FusionConfig, Implementation, chunk_bucket, round_up
 from jfuse.fuse import fuse, fusion_work
 from jfuse.generate import decode, padded_query, prefill_query, stop_ids
 from jfuse.models.decoder import Model, Prefill, logits, prefill
@@ -24,7 +24,7 @@ from jfuse.models.tokenizer import check_ids
 from jfuse.offload import prefetch
 from jfuse.probe import probe
 from jfuse.report import Compilations, Report
-from jfuse.selectors.base import Selector, select
+from jfuse.selectors.base import Selector, budget_for, select
 from jfuse.stitch import Layout, layer_writer, make_layout, pad_rows, prefix_tokens, stitch_anchors
 from jfuse.store import ChunkStore
 from jfuse.types import (
@@ -205,8 +205,7 @@ def serve(
     evidence = probe(
         model, question.tokens, anchors, context, view, scoring=question.scoring, implementation=config.implementation
     )
-    ratio = selector.ratio if config.ratio is None else config.ratio
-    k = budget(selector.rule, ratio, context.num_tokens)
+    k = budget_for(selector, config.ratio, context.sizes(len(question.tokens)))
     selection = select(selector, evidence, k, num_layers=model.config.num_layers, params=params)
     work = fusion_work(selection)  # waits for the device
     clock.lap("select")
@@ -227,7 +226,8 @@ def serve(
     first, queried = prefill_query(model, fused, question.tokens, implementation=config.implementation)
     first.block_until_ready()
     clock.lap("query")
-    return Served(first, fused, queried, selection, work.rows, k, clock.stages)
+    targets = k[0] if isinstance(k, tuple) else k
+    return Served(first, fused, queried, selection, work.rows, targets, clock.stages)
 
 
 def _view_anchors(
