@@ -31,6 +31,7 @@ from jfuse.pipeline import (
     make_report,
     serve,
 )
+from jfuse.plot import quality_against_ttft
 from jfuse.profile import load_profile
 from jfuse.report import Compilations
 from jfuse.selectors import qcfuse, reuse
@@ -203,6 +204,9 @@ def run(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    axes = quality_against_ttft(result["rows"])
+    axes.set_title(f"{known['model']}, {result['num_context']} context tokens, {questions} questions", fontsize=9)
+    axes.get_figure(root=True).savefig(folder / "demo.png", dpi=150)
     return result
 
 

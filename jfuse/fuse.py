@@ -34,19 +34,26 @@ def fusion_work(selection: Selection) -> Work:
 
     Raises:
         TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`.
+        ValueError: target sets that are not nested in depth.
     """
     if selection.recompute.dtype != np.bool_:
         raise TypeError(
             f"fuse takes a boolean selection, got {selection.recompute.dtype} weights; "
             "use soft_fuse, or select with pick=top_k."
         )
-    counts, restricted = jax.device_get(_count(selection))
+    counts, restricted, resurfacing = jax.device_get(_count(selection))
+    if resurfacing:
+        raise ValueError(
+            f"{resurfacing} positions are recomputed at a layer but not at the one before; a position must run through "
+            "all earlier layers. Make `recompute` a reverse running maximum over layers."
+        )
     return Work(tuple(int(n) for n in counts), bool(restricted))
 
 
 @jax.jit
 def _count(selection: Selection):
-    return selection.recompute.sum(-1), ~selection.visible.all()
+    recompute = selection.recompute
+    return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum()
 
 
 def fuse(
@@ -76,8 +83,6 @@ def fuse(
         ValueError: target sets that are not nested in depth.
     """
     work = work or fusion_work(selection)
-    if any(deeper > upper for upper, deeper in zip(work.rows, work.rows[1:], strict=False)):
-        raise ValueError(f"Rows per layer {work.rows} grow with depth; a position must run through all earlier layers.")
     sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
     segments = jnp.asarray(context.segments)
     positions = jnp.asarray(context.positions, jnp.int32)
@@ -88,8 +93,12 @@ def fuse(
             continue
         if state is None:
             state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
-        same = work.rows[l + 1] == work.rows[l] if l + 1 < len(work.rows) else False
-        stay = None if same or sizes[l + 1] == 0 else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
+        if sizes[l + 1] == 0:
+            write = _write_layer_donating if donate else write_layer
+            kv.append(write(model.config, model.layers[l], state, pic))
+            continue
+        same = work.rows[l + 1] == work.rows[l]  # nested sets of one size are one set
+        stay = None if same else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
         visible = _visible(selection, l, segments) if work.restricted else None
         run = _fuse_layer_donating if donate else fuse_layer
         x, pic = run(
@@ -101,7 +110,6 @@ def fuse(
             stay,
             visible,
             selection.window,
-            keys_only=sizes[l + 1] == 0,
             implementation=implementation,
         )
         state = state._replace(x=x) if stay is None else _compact(state, x, stay)
@@ -110,7 +118,7 @@ def fuse(
 
 
 class FusionState(NamedTuple):
-    """The rows under recomputation between two layers. Padding rows have index S: gathers fill, scatters drop."""
+    """The rows under recomputation between two layers. Padding rows point past the end: gathers fill, scatters drop."""
 
     x: Float[Array, "R D"]
     place: Int[Array, " R"]  # index into the context, sorted
@@ -123,7 +131,12 @@ def _gather(config, params, tokens, positions, recompute, size) -> FusionState:
     (index,) = jnp.nonzero(recompute, size=size, fill_value=recompute.shape[0])
     at = positions.at[index].get(mode="fill", fill_value=PAD_POSITION)
     x, rows = start(config, params, jnp.asarray(tokens).at[index].get(mode="fill", fill_value=0), at)
-    return FusionState(x, index.astype(jnp.int32), rows)
+    return FusionState(x, _distinct(index, recompute.shape[0]), rows)
+
+
+def _distinct(place: Int[Array, " R"], end: int | Int[Array, ""]) -> Int[Array, " R"]:
+    """Padding places made different from each other, because the scatter is told that its indices are unique."""
+    return jnp.where(place >= end, end + jnp.arange(place.shape[0]), place).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -135,8 +148,8 @@ def _stay(index: Int[Array, " R"], recompute: Bool[Array, " S"], size: int) -> I
 
 @jax.jit
 def _compact(state: FusionState, x: Float[Array, "r D"], stay: Int[Array, " r"]) -> FusionState:
-    index = state.place.at[stay].get(mode="fill", fill_value=2**30)
-    return FusionState(x, index, _take_rows(state.rows, stay))
+    place = state.place.at[stay].get(mode="fill", fill_value=PAD_POSITION)
+    return FusionState(x, _distinct(place, PAD_POSITION), _take_rows(state.rows, stay))
 
 
 def _take_rows(rows: Rows, stay: Int[Array, " r"]) -> Rows:
@@ -161,21 +174,15 @@ def _fuse_layer(
     visible: Bool[Array, " S"] | None,
     window: Int[AnyArray, ""],
     *,
-    keys_only: bool = False,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "r D"], LayerKV]:
     """One layer of fusion: project the rows, scatter their keys and values, then attend over the updated layer.
 
     Args:
         stay: rows that go on to the next layer; None when all do.
-        keys_only: no row goes on, so attention and MLP are left out.
     """
-    x, index, rows = state
-    q, k, v = project(config, block, x)
-    k = rotate(k, rows.cos, rows.sin)
-    layer = LayerKV(_scatter(pic.k, index, k), _scatter(pic.v, index, v))
-    if keys_only:
-        return x[:0], layer
+    x, rows = state.x, state.rows
+    q, layer = _project_into(config, block, state, pic)
     if stay is not None:
         x, q = (a.at[stay].get(mode="fill", fill_value=0) for a in (x, q))
         rows = _take_rows(rows, stay)
@@ -192,10 +199,24 @@ def _fuse_layer(
     return finish(config, block, x, attended), layer
 
 
-fuse_layer = jax.jit(_fuse_layer, static_argnames=("config", "keys_only", "implementation"))
-_fuse_layer_donating = jax.jit(
-    _fuse_layer, static_argnames=("config", "keys_only", "implementation"), donate_argnames="pic"
-)
+def _write_layer(config: ModelConfig, block: Params, state: FusionState, pic: LayerKV) -> LayerKV:
+    """The layer after which no row goes on: keys and values are written, attention and MLP are left out."""
+    return _project_into(config, block, state, pic)[1]
+
+
+def _project_into(
+    config: ModelConfig, block: Params, state: FusionState, pic: LayerKV
+) -> tuple[Float[Array, "R N H"], LayerKV]:
+    """Queries of the rows, not rotated, and the layer with the rows' keys and values in it."""
+    q, k, v = project(config, block, state.x)
+    k = rotate(k, state.rows.cos, state.rows.sin)
+    return q, LayerKV(_scatter(pic.k, state.place, k), _scatter(pic.v, state.place, v))
+
+
+fuse_layer = jax.jit(_fuse_layer, static_argnames=("config", "implementation"))
+_fuse_layer_donating = jax.jit(_fuse_layer, static_argnames=("config", "implementation"), donate_argnames="pic")
+write_layer = jax.jit(_write_layer, static_argnames="config")
+_write_layer_donating = jax.jit(_write_layer, static_argnames="config", donate_argnames="pic")
 
 
 def _scatter(target: Float[Array, "S K H"], index: Int[Array, " R"], rows: Float[Array, "R K H"]):

@@ -1,0 +1,46 @@
+"""Figures: axes in, axes out. One colour per method everywhere, distinguishable by colour-blind readers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = {  # Okabe and Ito, 2008
+    "full prefill": "#000000",
+    "reuse": "#999999",
+    "random": "#bbbbbb",
+    "epic": "#e69f00",
+    "cacheblend": "#56b4e9",
+    "fusionrag": "#009e73",
+    "prophetkv": "#0072b2",
+    "qcfuse": "#d55e00",
+    "relaxkv": "#cc79a7",
+}
+
+
+def quality_against_ttft(
+    rows: Sequence[dict[str, Any]],
+    *,
+    quality: str = "nll",
+    label: str = "answer NLL (nats per token, lower is better)",
+    ax: Axes | None = None,
+) -> Axes:
+    """One line per method over its ratios; full prefill and reuse are single marks (QCFuse Fig. 10).
+
+    Args:
+        rows: dictionaries with `method`, `ratio`, `ttft` in seconds, and the quality field.
+    """
+    ax = Figure(figsize=(5, 3.6), layout="constrained").subplots() if ax is None else ax
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"])
+        colour = COLOURS.get(method, "#f0e442")
+        ax.plot([row["ttft"] for row in own], [row[quality] for row in own], "o-", color=colour, label=method)
+        for row in own if len(own) > 1 else ():
+            ax.annotate(f"{row['ratio']:g}", (row["ttft"], row[quality]), textcoords="offset points", xytext=(4, 4))
+    ax.set_xlabel("time to first token (s)")
+    ax.set_ylabel(label)
+    ax.set_xlim(left=0)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax
