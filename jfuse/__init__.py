@@ -14,6 +14,7 @@ from jfuse.models.resolve import load_model
 from jfuse.offload import prefetch
 from jfuse.pipeline import Answer, Question, answer, encode_prefix, full_prefill, serve
 from jfuse.probe import probe
+from jfuse.profile import LayerProfile, load_profile, profile_layers
 from jfuse.report import Report
 from jfuse.selectors.base import Selector, budget_for, select
 from jfuse.selectors.topk import perturbed, soft_top_k, straight_through, top_k
@@ -30,6 +31,7 @@ __all__ = [
     "Evidence",
     "FusionConfig",
     "LayerKV",
+    "LayerProfile",
     "Model",
     "Question",
     "Report",
@@ -48,11 +50,13 @@ __all__ = [
     "fusion_work",
     "generate",
     "load_model",
+    "load_profile",
     "make_layout",
     "perturbed",
     "prefetch",
     "prefill",
     "probe",
+    "profile_layers",
     "select",
     "selectors",
     "serve",

@@ -31,7 +31,7 @@ from jfuse.pipeline import (
     make_report,
     serve,
 )
-from jfuse.plot import quality_against_ttft
+from jfuse.plot import figure_of, quality_against_ttft
 from jfuse.profile import load_profile
 from jfuse.report import Compilations
 from jfuse.selectors import qcfuse, reuse
@@ -206,7 +206,7 @@ def run(
     (folder / "demo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     axes = quality_against_ttft(result["rows"])
     axes.set_title(f"{known['model']}, {result['num_context']} context tokens, {questions} questions", fontsize=9)
-    axes.get_figure(root=True).savefig(folder / "demo.png", dpi=150)
+    figure_of(axes).savefig(folder / "demo.png", dpi=150)
     return result
 
 

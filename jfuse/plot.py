@@ -44,3 +44,10 @@ def quality_against_ttft(
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     return ax
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The figure that axes belong to, for saving."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None  # axes made here or handed in always have one
+    return figure
