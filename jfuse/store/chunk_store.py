@@ -212,8 +212,8 @@ class ChunkStore:
     def ids(self) -> list[ChunkId]:
         """Addresses of the chunks under this store's fingerprint; of all chunks, if it was opened without a model."""
         self._refresh()
-        headers = self._index.headers.items()
-        return sorted(id for id, header in headers if self.fingerprint in (None, header.fingerprint))
+        chunks = self._index.chunks.items()
+        return sorted(id for id, known in chunks if self.fingerprint in (None, known.fingerprint))
 
     def inspect(self, id: ChunkId) -> ChunkInfo:
         """What a chunk of any fingerprint says of itself.
@@ -233,8 +233,7 @@ class ChunkStore:
         """
         if ids is None:
             self._refresh()
-            found = [id for id, reason in self._shelf.reasons.items() if reason.startswith("damaged")]
-            ids = sorted({*self._tier.ids(), *found})
+            ids = sorted({*self._tier.ids(), *self._shelf.damaged()})
         damaged = {}
         for id in ids:
             try:
@@ -277,7 +276,8 @@ class ChunkStore:
         """The entry, if it may be used with this store's model."""
         fingerprint = self._fingerprint("serve chunks")
         entry = self._shelf.entry(id)
-        if fields := differing(entry.header.fingerprint, fingerprint):
+        if entry.header.fingerprint.digest != fingerprint.digest:
+            fields = differing(entry.header.fingerprint, fingerprint)
             raise ChunkMiss(id, _mismatch(fields), fields)
         return entry
 
@@ -291,10 +291,10 @@ class ChunkStore:
         with self._shelf.guarded(entry):
             return LayerKV(*entry.layer(l, values=values))
 
-    def _refresh(self, *, refuse_newer: bool = False) -> dict[ChunkId, str]:
+    def _refresh(self, *, refuse_newer: bool = False) -> None:
         damaged = self._index.refresh(refuse_newer=refuse_newer)
-        self._shelf.reasons.update(damaged)
-        return damaged
+        for id, reason in damaged.items():
+            self._shelf.note(id, reason)
 
     def _explained(self, id: ChunkId, fingerprint: Fingerprint, tokens_sha256: str) -> Lookup:
         self._refresh()
@@ -305,7 +305,7 @@ class ChunkStore:
         try:
             self._tier.write(encoded.id, encoded.parts, encoded.num_bytes, keep=self._shelf.held())
         except OSError as error:
-            self._shelf.reasons[encoded.id] = f"not stored: {error.strerror}"
+            self._shelf.note(encoded.id, f"not stored: {error.strerror}")
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -315,7 +315,7 @@ class ChunkStore:
                     stacklevel=3,
                 )
         else:
-            self._shelf.reasons.pop(encoded.id, None)
+            self._shelf.note(encoded.id, None)
         self._shelf.prune()
 
 

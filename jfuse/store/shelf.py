@@ -16,6 +16,7 @@ from jfuse.store.results import ChunkId, ChunkMiss
 from jfuse.store.tier import Absent, Stamp, Tier
 
 MAX_OPEN = 128  # files kept mapped between calls; a mapping costs a descriptor
+MAX_REASONS = 4096
 CHUNK_ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -23,12 +24,12 @@ class Shelf:
     """Open entries of one tier. Safe for threads."""
 
     def __init__(self, tier: Tier):
-        self.reasons: dict[ChunkId, str] = {}  # why chunks are not there, where more is known than their absence
         self._tier = tier
         self._lock = threading.Lock()
         self._open: OrderedDict[ChunkId, Entry] = OrderedDict()
         self._held: dict[ChunkId, Entry] = {}
         self._holds: Counter[ChunkId] = Counter()
+        self._reasons: dict[ChunkId, str] = {}  # why chunks are not there, where more is known than their absence
 
     def entry(self, id: ChunkId) -> Entry:
         """The chunk under this address, of whatever fingerprint.
@@ -37,7 +38,7 @@ class Shelf:
             ChunkMiss: it is absent, damaged (and in quarantine now), or of another format version.
             ValueError: not an address; names of files and paths never are.
         """
-        if not CHUNK_ID.fullmatch(id):
+        if id not in self._open and not CHUNK_ID.fullmatch(id):
             raise ValueError(f"{id!r} is not a chunk's address; use the 64 hex digits that put or lookup returned.")
         stamp = self._tier.stamp(id)
         with self._lock:
@@ -48,8 +49,8 @@ class Shelf:
                 return known
             self._open.pop(id, None)
         entry = self._read(id)
+        self.note(id, None)
         with self._lock:
-            self.reasons.pop(id, None)
             self._open[id] = entry
             while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
@@ -80,6 +81,20 @@ class Shelf:
                         del self._holds[entry.id]
                         self._held.pop(entry.id, None)
 
+    def note(self, id: ChunkId, reason: str | None) -> None:
+        """Remembers why a chunk is not there; None forgets it. Only the latest reasons are kept."""
+        with self._lock:
+            self._reasons.pop(id, None)
+            if reason is not None:
+                self._reasons[id] = reason
+            while len(self._reasons) > MAX_REASONS:
+                del self._reasons[next(iter(self._reasons))]
+
+    def damaged(self) -> list[ChunkId]:
+        """Chunks that were found damaged and have not been stored anew."""
+        with self._lock:
+            return [id for id, reason in self._reasons.items() if reason.startswith("damaged")]
+
     def held(self) -> set[ChunkId]:
         """The chunks that must not be evicted."""
         with self._lock:
@@ -96,7 +111,7 @@ class Shelf:
         """Closes everything that is not held."""
         with self._lock:
             self._open.clear()
-            self.reasons.clear()
+            self._reasons.clear()
 
     def _read(self, id: ChunkId) -> Entry:
         stamp = None
@@ -105,7 +120,7 @@ class Shelf:
             return Entry(id, buffer, stamp)
         except Absent as absent:
             reason = str(absent)
-            raise ChunkMiss(id, self.reasons.get(id, reason) if reason == "absent" else reason) from None
+            raise ChunkMiss(id, self._reasons.get(id, reason) if reason == "absent" else reason) from None
         except OtherFormat as other:
             raise ChunkMiss(id, str(other), ("format_version",)) from None
         except Damaged as error:
@@ -117,8 +132,9 @@ class Shelf:
         with self._lock:
             self._open.pop(id, None)
             self._held.pop(id, None)
-            self.reasons[id] = f"damaged: {error}"
-        raise ChunkMiss(id, self.reasons[id]) from error
+        reason = f"damaged: {error}"
+        self.note(id, reason)
+        raise ChunkMiss(id, reason) from error
 
 
 def _untouched(then: Stamp | None, now: Stamp | None) -> bool:
