@@ -46,6 +46,7 @@ def selective_attention(
 
     Raises:
         NotImplementedError: an implementation that does not exist here. There is no silent fallback.
+        ValueError: query heads that are not a multiple of the KV heads.
     """
     return partial_attention(
         q,
@@ -71,6 +72,8 @@ def partial_attention(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
     """`selective_attention` with the log-sum-exp of each row and head, -1e30 for rows that see nothing."""
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly; use a multiple.")
     if implementation == "pallas":
         raise NotImplementedError('selective_attention has no Pallas kernel yet; use implementation="xla" or None.')
     row_positions = jnp.asarray(row_positions, jnp.int32)
