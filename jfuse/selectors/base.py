@@ -38,7 +38,7 @@ class Selector(NamedTuple):
     spend: SpendFn | None = None
 
 
-def budget_for(selector: Selector, ratio: float | None, sizes: Sizes) -> int | tuple[int, ...]:
+def budget_for(selector: Selector, ratio: float | int | None, sizes: Sizes) -> int | tuple[int, ...]:
     """What `ratio` buys under the selector's own rule, exactly: the `k` of `select`. Host integers.
 
     >>> from jfuse import selectors
