@@ -1,0 +1,172 @@
+"""`jfuse answer` asks one question over stored passages; `jfuse generate` continues a plain prompt."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jfuse.cli.command import DEFAULT_STORE, ModelCommand, as_megabytes, as_milliseconds, make_table
+from jfuse.cli.store import encode_missing, find_ids, needed_tokenizer, open_existing
+
+if TYPE_CHECKING:
+    from jfuse.models.decoder import Model
+    from jfuse.report import Report
+    from jfuse.store import ChunkStore
+
+INSTRUCTION = "Answer the question based on the given passages."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(ModelCommand):
+    """Answers one question over passages of a chunk store, all of them unless some are named."""
+
+    example = (
+        'jfuse answer "Which river flows through Cairo?" --store runs/store --selector qcfuse --ratio 0.3 --report'
+    )
+
+    question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
+    """What to ask."""
+    store: str = DEFAULT_STORE
+    """Folder of the chunk store."""
+    chunks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all)")] = ()
+    """Ids of the chunks to read, or their first digits, in the order in which they are read."""
+    passages: Annotated[tuple[Path, ...], tyro.conf.arg(help_behavior_hint="(optional)")] = ()
+    """Files or folders to read instead, as for encode; what the store lacks is encoded."""
+    chunk_tokens: int = 512
+    """With --passages: the size of chunks, as for encode."""
+    selector: str = "qcfuse"
+    """How the positions to recompute are chosen; jfuse selectors lists the names."""
+    ratio: Annotated[float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: the selector's)")] = (
+        None
+    )
+    """Share of the context that is recomputed, from 0 (reuse) to 1 (full prefill)."""
+    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the profile)")] = ()
+    """Critical layers, counted from 0, for selectors that need them."""
+    profile: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: the shipped one)")] = (
+        None
+    )
+    """A profile that jfuse profile wrote."""
+    instruction: str = INSTRUCTION
+    """Stands before the passages."""
+    max_new_tokens: int = 64
+    """Length of the answer at most."""
+    report: bool = False
+    """Show what was reused, recomputed and read, and how long it took."""
+
+    def run(self) -> int:
+        """Serves the request."""
+        from jfuse.cli.prompt import check_selector, choose_selector, make_request
+        from jfuse.config import FusionConfig
+        from jfuse.pipeline import answer, encode_prefix
+
+        config = FusionConfig(ratio=self.ratio)
+        check_selector(self.selector)
+        check_new_tokens(self.max_new_tokens)
+        if self.chunks and self.passages:
+            raise ValueError("Both --chunks and --passages are given; name the passages in one way.")
+        model = self.load()
+        selector = choose_selector(self.selector, model, self.layers, self.profile)
+        prefix, question = make_request(needed_tokenizer(model), self.question, self.instruction)
+        store, chunks = self.open(model)
+        cached = encode_prefix(model, prefix) if len(prefix) else None
+        out = answer(
+            model, store, chunks, question, selector, config, prefix=cached, max_new_tokens=self.max_new_tokens
+        )
+        text = (out.text or "").strip()
+        value = {"question": self.question, "answer": text, "tokens": out.tokens.tolist(), "chunks": chunks}
+        self.show(value | {"report": out.report.as_dict()}, text, *([report_table(out.report)] if self.report else []))
+        return 0
+
+    def open(self, model: "Model") -> "tuple[ChunkStore, list[str]]":
+        """The store, and the ids of the chunks to read."""
+        from jfuse.cli.passages import cut, read_files
+        from jfuse.store import ChunkStore, StoreError
+
+        if self.passages:
+            pieces = list(cut(read_files(self.passages), needed_tokenizer(model), self.chunk_tokens))
+            store = ChunkStore.open(self.store, model)
+            return store, encode_missing(model, store, pieces)
+        store = open_existing(self.store, model)
+        ids = find_ids(store, self.chunks) if self.chunks else store.ids()
+        if not ids:
+            raise StoreError(
+                f"{store.url} holds no chunk of this model; encode some with "
+                f"`jfuse encode PATH --store {self.store} --model {self.model}`."
+            )
+        return store, ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelCommand):
+    """Continues a plain prompt by full prefill, without passages or store."""
+
+    example = 'jfuse generate "Name three rivers." --max-new-tokens 40'
+
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
+    """What the model is to answer."""
+    raw: bool = False
+    """Leave out the chat template."""
+    max_new_tokens: int = 64
+    """Length of the continuation at most."""
+
+    def run(self) -> int:
+        """Prints the text as it comes; with --json at the end."""
+        from jfuse.cli.prompt import make_prompt, no_context
+        from jfuse.generate import stream
+
+        check_new_tokens(self.max_new_tokens)
+        model = self.load()
+        tokenizer = needed_tokenizer(model)
+        prompt = make_prompt(tokenizer, self.prompt, raw=self.raw)
+        started, tokens, ttft = time.perf_counter(), [], 0.0
+
+        def arriving():
+            nonlocal ttft
+            for token in stream(model, no_context(model), prompt, max_new_tokens=self.max_new_tokens):
+                ttft = ttft or time.perf_counter() - started
+                tokens.append(token)
+                yield token
+
+        text = ""
+        for piece in tokenizer.stream(arriving()):
+            text += piece
+            if not self.json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        seconds = time.perf_counter() - started
+        value = {"prompt": self.prompt, "num_prompt": len(prompt), "text": text, "tokens": tokens}
+        self.show(value | {"ttft": ttft or seconds, "seconds": seconds}, "")
+        return 0
+
+
+def check_new_tokens(count: int) -> None:
+    """Refuses an answer of no tokens.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"max-new-tokens is {count}; use an integer >= 1.")
+
+
+def report_table(report: "Report") -> Any:
+    """A request's account for people."""
+    recomputed = f"{report.budget} of {report.num_context} positions, {report.realised_ratio:.1%} of the layer states"
+    rows = [
+        ("selector", f"{report.selector}, ratio {report.ratio:g}"),
+        ("recomputed", recomputed),
+        ("tokens", f"{report.num_prefix} prefix, {report.num_context} context, {report.num_query} query"),
+        ("chunks", f"{report.hits} from the store, {len(report.missed)} encoded now, {len(report.skipped)} empty"),
+        ("read before selecting", as_megabytes(report.selection_bytes)),
+        ("read in all", as_megabytes(report.total_bytes)),
+        ("speed-up that FLOPs allow", f"{report.flop_limit:.2f}x over full prefill"),
+        ("time to first token", f"{as_milliseconds(report.ttft)}, with {report.compilations} compilations"),
+        *((f"  {stage}", as_milliseconds(report.stages[stage])) for stage in ("select", "fuse", "query")),
+        ("decoding", as_milliseconds(report.stages["decode"])),
+        *(("missed", f"chunk {index}: {reason}") for index, reason in report.missed.items()),
+        *(("fallback", reason) for reason in report.fallbacks),
+    ]
+    return make_table(("report", ""), rows)
