@@ -42,8 +42,10 @@ class View:
         """The view's layers as indices 0..num_layers-1, in the view's order.
 
         Raises:
-            ValueError: a layer outside the model, or named twice.
+            ValueError: a layer outside the model, or named twice; more fresh layers than the model has.
         """
+        if self.fresh > num_layers:
+            raise ValueError(f"View.fresh is {self.fresh}, but this model has {num_layers} layers; use fewer.")
         if self.layers is None:
             return tuple(range(num_layers))
         for layer in self.layers:
@@ -62,7 +64,7 @@ class View:
 class FusionConfig:
     """How one request is fused. Ratios count context positions only."""
 
-    ratio: float | None = None  # None: the selector's own default
+    ratio: float | int | None = None  # None: the selector's own default
     pad_to: int = 512  # context bucket
     row_block: int = 128  # recomputed-row bucket
     ahead: int = 2  # layers in flight from the host

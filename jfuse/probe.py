@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jfuse.config import Implementation, View, budget, query_bucket
 from jfuse.models.config import ModelConfig
 from jfuse.models.decoder import LayerOut, Model, Params, Past, Rows, finish, keys_values, layer, project, start
+from jfuse.models.tokenizer import check_ids
 from jfuse.pallas.rotate import rotate
 from jfuse.pallas.selective_attention import selective_attention
 from jfuse.selectors.score import squared_difference
@@ -43,13 +44,11 @@ def probe(
         pad: pad the query to its bucket, so that lengths share one compilation.
 
     Raises:
-        ValueError: an empty query or scoring span, or a missing anchor cache.
+        ValueError: an empty query or scoring span, ids outside the vocabulary, or a missing anchor cache.
     """
-    query = np.asarray(query, np.int32)
+    query = check_ids(query, model.config.vocab_size, "query")
     scoring_rows = np.zeros(len(query), bool)
     scoring_rows[scoring] = True
-    if not len(query):
-        raise ValueError("The query has no tokens; a request needs at least one.")
     if not scoring_rows.any():
         raise ValueError(
             f"The scoring span {scoring} selects none of the {len(query)} query tokens; name the question."
@@ -93,7 +92,8 @@ def _past(view: View, anchors: AnchorCache | None, context: ContextCache, l: int
         return Past(context.kv[l], jnp.asarray(context.positions))
     if anchors is None:
         raise ValueError(f'The token view "{view.tokens}" needs an anchor cache; make one with stitch_anchors.')
-    return Past(anchors.kv[l], jnp.asarray(anchors.positions[l]))
+    nothing = anchors.positions.shape[1] == 0  # neither prefix nor anchors
+    return None if nothing else Past(anchors.kv[l], jnp.asarray(anchors.positions[l]))
 
 
 def _recompute_first(

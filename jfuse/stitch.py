@@ -146,7 +146,7 @@ def stitch_anchors(
     """The compact probe view KV^A(C_A): prefix and anchors, at the positions they have in the full request (eq. 16).
 
     Args:
-        anchors: one block per chunk, in request order; an empty sequence leaves the prefix alone.
+        anchors: one block per chunk, in request order; an empty sequence leaves the prefix alone (or nothing).
         ratio: the anchor ratio r_a, which fixes the padded size; `pad_to` 1 pads nothing.
         layers: which layers to place (a probe needs none past the deepest of its view); all by default.
     """
@@ -155,7 +155,9 @@ def stitch_anchors(
     )
     count = sum(block.offsets.shape[1] for block in anchors)
     context = sum(layout.lengths)
-    size = count if pad_to == 1 else anchor_bucket(0, context, ratio, count, pad_to)
+    size = anchor_bucket(0, context, ratio, count, pad_to) if anchors and pad_to > 1 else count
+    if not anchors and prefix is None:
+        return AnchorCache(np.zeros((len(layers), 0), np.int32), ())
     positions = np.full((len(layers), size), PAD_POSITION, np.int32)
     if anchors:
         placed = [np.asarray(block.offsets) + start for block, start in zip(anchors, layout.starts, strict=True)]

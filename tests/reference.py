@@ -83,9 +83,9 @@ class Reference:
         """One pass over T tokens.
 
         Args:
-            mask: [T, T] or [L, T, T], which keys each row reads; causal by position by default.
+            mask: [T, T] or [L, T, T], which keys each row reads (or with what weight); causal by default.
             stale: keys (rotated) and values [L, T, K, H] that stand in wherever `fresh` is false.
-            fresh: [L, T], which rows keep their own keys and values.
+            fresh: [L, T], which rows keep their own keys and values, or what share of them.
         """
         c = self.config
         positions = np.arange(len(tokens)) if positions is None else np.asarray(positions)
@@ -97,11 +97,18 @@ class Reference:
             q, k_raw, v = self.project(l, x)
             q, k = self.rotate(q, positions), self.rotate(k_raw, positions)
             if stale is not None:
-                own = fresh[l][:, None, None]
-                k, v = np.where(own, k, stale[0][l]), np.where(own, v, stale[1][l])
+                own = np.asarray(fresh[l], float)[:, None, None]
+                k, v = own * k + (1 - own) * stale[0][l], own * v + (1 - own) * stale[1][l]
             kept.append((q, k, v, k_raw))
             x = self.finish(l, x, attention(q, k, v, mask[l]))
         return Pass(*(np.stack(part) for part in zip(*kept, strict=True)), self.head(x))
+
+    def anchor_scores(self, tokens, instruction):
+        """KVzip's score [L, C]: the largest attention that a row of the instruction pays to each token of a chunk."""
+        alone = self.run(np.concatenate([tokens, instruction]))
+        at = np.arange(alone.q.shape[1])
+        weights = [softmax(scores(q, k), at[None] <= at[:, None]) for q, k in zip(alone.q, alone.k, strict=True)]
+        return np.stack([w[:, len(tokens) :, : len(tokens)].max((0, 1)) for w in weights])
 
     def stitch(self, pieces, start=0):
         """Keys and values [L, N, K, H] of chunks encoded alone and placed one after the other from `start`."""
@@ -116,10 +123,10 @@ class Reference:
 
 
 def softmax(scores, mask):
-    """Softmax of the last axis over the keys in the mask; zeros for rows without any."""
+    """Softmax of the last axis over the keys in the mask (or weighted by it); zeros for rows without any."""
     scores = np.where(mask, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0)) * mask
     total = weights.sum(-1, keepdims=True)
     return weights / np.where(total > 0, total, 1.0)
 

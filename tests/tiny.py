@@ -72,20 +72,24 @@ class Request(NamedTuple):
         kv = prefill(self.model, self.context.tokens, self.context.positions, hidden="none").kv
         return self.context._replace(kv=kv)
 
-    def anchors(self, ratio: float = 0.1) -> AnchorCache:
+    def anchors(self, ratio: float = 0.1, *, blocks: bool = True) -> AnchorCache:
+        """Prefix and anchors; the prefix alone without `blocks`."""
         pieces = [chunk.tokens for chunk in self.chunks]
         prefix = None if self.prefix is None else self.prefix.tokens[: self.num_prefix]
         return stitch_anchors(
-            [chunk_anchors(chunk, ratio) for chunk in self.chunks],
+            [chunk_anchors(chunk, ratio) for chunk in self.chunks] if blocks else [],
             self.model.config.rope,
             make_layout(pieces, prefix, pad_to=self.pad_to),
             prefix=self.prefix,
             ratio=ratio,
             pad_to=self.pad_to,
+            layers=range(self.model.config.num_layers),
         )
 
     def view_cache(self, view: View) -> AnchorCache | None:
-        return self.anchors(view.anchor_ratio) if view.tokens in ("anchors", "prefix") else None
+        if view.tokens not in ("anchors", "prefix"):
+            return None
+        return self.anchors(view.anchor_ratio, blocks=view.tokens == "anchors")
 
     def stale(self) -> tuple[np.ndarray, np.ndarray]:
         """Stitched keys and values by the reference [L, T, K, H]; zeros where prefix and query stand."""
@@ -105,6 +109,22 @@ class Request(NamedTuple):
             for l in range(c.num_layers):
                 seen = visible[min(l, len(visible) - 1)][:last]
                 mask[l, first:last, :last] = restricted_mask(at[:last], segments, seen, window)[first:]
+        return self.reference.run(ids, mask=mask, stale=self.stale(), fresh=fresh)
+
+    def probed(self, view: View, anchors=None):
+        """The query over what a view shows, in one dense pass: stale context, of which each layer shows some.
+
+        Args:
+            anchors: [L, N], the anchors of each layer among the context, for the token view "anchors".
+        """
+        num_layers, ids, first, last = self.model.config.num_layers, self.ids, self.num_prefix, self.end
+        shown = {"query": (False, False), "prefix": (True, False), "anchors": (True, anchors), "context": (True, True)}
+        at = np.arange(len(ids))
+        mask = np.broadcast_to(at[None, :] <= at[:, None], (num_layers, len(ids), len(ids))).copy()
+        mask[:, last:, :first] = shown[view.tokens][0]
+        mask[:, last:, first:last] = np.atleast_2d(shown[view.tokens][1])[:, None, :]
+        fresh = np.ones((num_layers, len(ids)), bool)
+        fresh[:, first:last] = False
         return self.reference.run(ids, mask=mask, stale=self.stale(), fresh=fresh)
 
     def rows(self, *picked: int) -> np.ndarray:
