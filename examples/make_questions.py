@@ -9,10 +9,10 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from jfuse.models.resolve import load_model
 from tqdm.auto import tqdm
 
 from jfuse import demo
+from jfuse.models.resolve import load_model
 from jfuse.store import ChunkStore
 
 TASKS: Sequence[str] = ("single", "quote", "mk", "mq", "mv", "quote")
