@@ -40,6 +40,7 @@ IDENTITIES: dict[str, str] = {
 KV_TOLERANCE, LOGIT_TOLERANCE = 1e-5, 1e-4
 RATIO = 0.3
 CHUNKS, PREFIX, QUERY = (70, 33, 1, 96), 13, 17
+INSTRUCTION = 64  # room for what an anchor rule runs after a chunk
 PAD_TO, ROW_BLOCK = 256, 128
 
 
@@ -128,9 +129,8 @@ class Case(NamedTuple):
 
 def _requests(model: Model, rng: np.random.Generator) -> tuple[Case, Case, Case]:
     """Four chunks after a prefix; one of them alone; three without a prefix."""
-    room = model.config.max_positions - 64  # an anchor rule runs an instruction after each chunk
-    lengths = [max(1, min(n, n * room // (sum(CHUNKS) + PREFIX + QUERY))) for n in (*CHUNKS, PREFIX, QUERY)]
-    model.config.check_length(sum(lengths) + 64)
+    lengths = request_lengths(model.config.max_positions)
+    model.config.check_length(sum(lengths) + INSTRUCTION)
     *pieces, head, question = (rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in lengths)
     chunks = tuple(encode_chunk(model, tokens) for tokens in pieces)
     prefix, question = encode_prefix(model, head), Question(question)
@@ -139,6 +139,17 @@ def _requests(model: Model, rng: np.random.Generator) -> tuple[Case, Case, Case]
         _case(model, chunks[:1], None, question),
         _case(model, chunks[:3], None, question),
     )
+
+
+def request_lengths(max_positions: int) -> list[int]:
+    """Tokens of the chunks, the prefix and the query: less where a model serves few positions.
+
+    >>> request_lengths(8192), request_lengths(164)
+    ([70, 33, 1, 96, 13, 17], [30, 14, 1, 41, 5, 7])
+    """
+    lengths = (*CHUNKS, PREFIX, QUERY)
+    room = max_positions - INSTRUCTION
+    return [max(1, min(n, n * room // sum(lengths))) for n in lengths]
 
 
 def _case(model: Model, chunks: tuple[Chunk, ...], prefix: ContextCache | None, question: Question) -> Case:
@@ -165,7 +176,9 @@ def _of_selector(selector: Selector, case: Case, single: Case) -> Iterator[Check
         yield from _equals_full("ID-1", selector.name, case, [case.serve(selector, 1.0)])
     if selector.allocate is not everything:
         yield Check("ID-2", IDENTITIES["ID-2"], selector.name, _reuse_error(case, case.serve(selector, 0.0)), 0.0)
-    yield from _equals_full("ID-3", selector.name, single, [single.serve(selector, ratio) for ratio in (0, RATIO, 1)])
+    yield from _equals_full(
+        "ID-3", selector.name, single, [single.serve(selector, ratio) for ratio in (0.0, RATIO, 1.0)]
+    )
     yield Check("ID-7", IDENTITIES["ID-7"], selector.name, _kept_error(case, case.serve(selector, RATIO)), 0.0)
 
 
