@@ -6,6 +6,8 @@ fusion and decoding call the same pieces.
 """
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -40,15 +42,22 @@ class Model:
     tokenizer: Any = flax.struct.field(pytree_node=False, default=None)
     weights_id: str = flax.struct.field(pytree_node=False, default="")
 
-    @functools.cached_property
+    @property
     def layers(self) -> tuple[Params, ...]:
         """The blocks one by one, for loops that stream. On a CPU they are views of the stacked weights, not copies."""
-        on_cpu = all(
-            not isinstance(leaf, Tracer) and leaf.devices() == {jax.devices("cpu")[0]}
-            for leaf in jax.tree.leaves(self.params["blocks"])
-        )
-        # device_put of an aligned host view aliases it; indexing would copy the weights of every layer.
-        pick = (lambda leaf, l: jax.device_put(np.asarray(leaf)[l])) if on_cpu else (lambda leaf, l: leaf[l])
+        leaves = jax.tree.leaves(self.params["blocks"])
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._split(operator.getitem)  # of one trace, which must not outlive it here
+        return self._resident_layers
+
+    @functools.cached_property
+    def _resident_layers(self) -> tuple[Params, ...]:
+        on_cpu = all(leaf.devices() == {jax.devices("cpu")[0]} for leaf in jax.tree.leaves(self.params["blocks"]))
+        with jax.ensure_compile_time_eval():  # they may be asked for first inside somebody's trace
+            # device_put of an aligned host view aliases it; indexing would copy the weights of every layer.
+            return self._split((lambda leaf, l: jax.device_put(np.asarray(leaf)[l])) if on_cpu else operator.getitem)
+
+    def _split(self, pick: Callable[[Any, int], Array]) -> tuple[Params, ...]:
         return tuple(
             jax.tree.map(lambda leaf: pick(leaf, l), self.params["blocks"])  # noqa: B023
             for l in range(self.config.num_layers)
