@@ -7,37 +7,32 @@ exactly the same token ids.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jfuse import costs
-from jfuse.anchors import chunk_anchors
+from jfuse.account import make_report
+from jfuse.anchors import AnchorRule
 from jfuse.chunks import encode_chunk
-from jfuse.config import FusionConfig, Implementation, chunk_bucket, round_up
-from jfuse.fuse import fuse, fusion_work
+from jfuse.config import FusionConfig, Implementation, round_up
+from jfuse.fuse import Work, fuse_layers, fusion_work
 from jfuse.generate import decode, padded_query, prefill_query, stop_ids
+from jfuse.host_tier import HostTier
+from jfuse.incoming import Incoming
 from jfuse.models.decoder import Model, Prefill, logits, prefill
 from jfuse.models.tokenizer import check_ids
-from jfuse.offload import prefetch
 from jfuse.probe import probe
 from jfuse.report import Compilations, Report
 from jfuse.selectors.base import Selector, budget_for, select
-from jfuse.stitch import Layout, layer_writer, make_layout, pad_rows, prefix_tokens, stitch_anchors
-from jfuse.store import ChunkStore
-from jfuse.types import (
-    PAD_POSITION,
-    PREFIX_SEGMENT,
-    AnchorCache,
-    Chunk,
-    ChunkAnchors,
-    ContextCache,
-    KVCache,
-    LayerKV,
-    Selection,
-)
+from jfuse.sources import ResidentChunks as ResidentChunks
+from jfuse.sources import Source, StoredChunks
+from jfuse.stitch import Layout, make_layout, prefix_tokens
+from jfuse.store import ChunkMiss, ChunkStore
+from jfuse.timeline import Event
+from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, Chunk, ContextCache, KVCache, LayerKV, Selection
 
 
 class Answer(NamedTuple):
@@ -56,70 +51,6 @@ class Question(NamedTuple):
     scoring: slice = slice(None)  # the question proper
 
 
-@runtime_checkable
-class Source(Protocol):
-    """Where a request's chunk caches come from: a store, or arrays that lie on the device already."""
-
-    @property
-    def tokens(self) -> Sequence[Int[np.ndarray, " C"]]:
-        """Token ids of each chunk, in request order."""
-        ...
-
-    def anchors(self, ratio: float, until: int) -> list[ChunkAnchors]:
-        """Anchor blocks of all chunks, the first `until` layers."""
-        ...
-
-    def layer(self, l: int) -> list[LayerKV]:
-        """One layer of all chunks, keys un-rotated."""
-        ...
-
-
-class ResidentChunks:
-    """Chunks in device memory, padded to their buckets: the source of cache-ready measurements."""
-
-    def __init__(self, chunks: Sequence[Chunk], anchor_ratio: float = 0.1):
-        self.tokens = [np.asarray(chunk.tokens) for chunk in chunks]
-        self._kv = [
-            tuple(jax.device_put(pad_rows(kv, chunk_bucket(len(chunk.tokens)))) for kv in chunk.kv) for chunk in chunks
-        ]
-        self._ratio, self._anchors = anchor_ratio, [chunk_anchors(chunk, anchor_ratio) for chunk in chunks]
-        self._chunks = list(chunks)
-
-    def anchors(self, ratio: float, until: int) -> list[ChunkAnchors]:
-        """The blocks made at construction, or new ones for another ratio."""
-        return self._anchors if ratio == self._ratio else [chunk_anchors(chunk, ratio) for chunk in self._chunks]
-
-    def layer(self, l: int) -> list[LayerKV]:
-        """Device arrays, nothing is copied."""
-        return [kv[l] for kv in self._kv]
-
-
-class StoredChunks:
-    """Chunks of a store, read as they are needed; chunks it could not keep are held in memory."""
-
-    def __init__(self, store: ChunkStore, ids: Sequence[str], computed: dict[int, Chunk]):
-        self._store, self._ids, self._computed = store, list(ids), computed
-        self.tokens = [
-            np.asarray(computed[i].tokens) if i in computed else store.tokens([id])[0] for i, id in enumerate(ids)
-        ]
-
-    def anchors(self, ratio: float, until: int) -> list[ChunkAnchors]:
-        """Anchor blocks, read alone."""
-        return [
-            chunk_anchors(self._computed[i], ratio)
-            if i in self._computed
-            else self._store.anchors([id], ratio, until=until)[0]
-            for i, id in enumerate(self._ids)
-        ]
-
-    def layer(self, l: int) -> list[LayerKV]:
-        """One layer of every chunk, checked as it is read."""
-        return [
-            self._computed[i].kv[l] if i in self._computed else self._store.layer([id], l)[0]
-            for i, id in enumerate(self._ids)
-        ]
-
-
 def encode_prefix(model: Model, tokens: Int[np.ndarray, " P"] | Sequence[int]) -> ContextCache:
     """The exact cache of a system prefix. Nothing precedes it, so it is reused as it is and never selected."""
     tokens = check_ids(tokens, model.config.vocab_size, "prefix")
@@ -129,29 +60,6 @@ def encode_prefix(model: Model, tokens: Int[np.ndarray, " P"] | Sequence[int]) -
     segments = np.pad(np.full(len(tokens), PREFIX_SEGMENT, np.int32), (0, padding), constant_values=-1)
     padded = np.pad(tokens, (0, padding))
     return ContextCache(padded, positions, segments, prefill(model, padded, positions, hidden="none").kv)
-
-
-class _LayersOnDemand(Mapping[int, LayerKV]):
-    """Layers of a context, each stitched when it is first asked for and kept until it is popped."""
-
-    def __init__(self, make: Callable[[int], LayerKV], num_layers: int):
-        self._make, self._num_layers = make, num_layers
-        self._kept: dict[int, LayerKV] = {}
-
-    def __getitem__(self, l: int) -> LayerKV:
-        if l not in self._kept:
-            self._kept[l] = self._make(l)
-        return self._kept[l]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._num_layers))
-
-    def __len__(self) -> int:
-        return self._num_layers
-
-    def pop(self, l: int) -> LayerKV:
-        """The layer, handed over."""
-        return self._kept.pop(l) if l in self._kept else self._make(l)
 
 
 class _Clock:
@@ -207,7 +115,7 @@ def serve(
     )
     k = budget_for(selector, config.ratio, context.sizes(len(question.tokens)))
     selection = select(selector, evidence, k, num_layers=model.config.num_layers, params=params)
-    work = fusion_work(selection)  # waits for the device
+    work = fusion_work(selection, layout.segments)  # waits for the device
     clock.lap("select")
 
     del evidence  # its layers are fused in place now
@@ -290,7 +198,7 @@ def full_prefill(
 def answer(
     model: Model,
     store: ChunkStore,
-    chunks: Sequence[str | Int[np.ndarray, " C"]],
+    chunks: Sequence[str | Int[np.ndarray, " _"]],
     query: str | Question,
     selector: Selector,
     config: FusionConfig = FusionConfig(),
@@ -314,11 +222,13 @@ def answer(
     """
     with Compilations() as compiled:
         question = _question(model, query)
+        after_chunks = len(question.tokens) + max_new_tokens + (0 if prefix is None else prefix.end)
+        given = sum(len(chunk) for chunk in chunks if not isinstance(chunk, str))
+        model.config.check_length(given + after_chunks)  # before anything is encoded
         ids, computed, missed, skipped = _find(model, store, chunks)
         with store.hold([id for i, id in enumerate(ids) if i not in computed]):
             source = StoredChunks(store, ids, computed)
-            total = sum(len(tokens) for tokens in source.tokens) + (0 if prefix is None else prefix.end)
-            model.config.check_request(total + len(question.tokens) + max_new_tokens)
+            model.config.check_request(sum(len(tokens) for tokens in source.tokens) + after_chunks)
             selector.view.layer_indices(model.config.num_layers)
             served = serve(model, source, question, selector, config, prefix=prefix, params=params)
         stop = stop_ids(model)
@@ -410,7 +320,7 @@ def _question(model: Model, query: str | Question) -> Question:
 
 
 def _find(
-    model: Model, store: ChunkStore, chunks: Sequence[str | Int[np.ndarray, " C"]]
+    model: Model, store: ChunkStore, chunks: Sequence[str | Int[np.ndarray, " _"]]
 ) -> tuple[list[str], dict[int, Chunk], dict[int, str], tuple[int, ...]]:
     """Ids of all chunks in order; those that had to be computed, with the reason; indices of empty ones."""
     ids: list[str] = []
