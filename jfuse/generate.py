@@ -22,6 +22,7 @@ from jfuse.models.decoder import (
     project,
     start,
 )
+from jfuse.models.tokenizer import check_ids
 from jfuse.pallas.rotate import rotate
 from jfuse.pallas.selective_attention import attend
 from jfuse.types import PAD_POSITION, AnyArray, ContextCache, LayerKV
@@ -62,7 +63,8 @@ def generate(
         stop: stop ids; the tokenizer's by default.
 
     Raises:
-        ValueError: an empty query, ids outside the vocabulary, or more positions than the model serves.
+        ValueError: an empty query, ids outside the vocabulary, a negative count of new tokens, or more positions than
+            the model serves.
     """
     return np.asarray(
         list(stream(model, context, query, max_new_tokens=max_new_tokens, stop=stop, implementation=implementation)),
@@ -80,6 +82,9 @@ def stream(
     implementation: Implementation = None,
 ) -> Iterator[int]:
     """`generate`, one token at a time."""
+    query = check_ids(query, model.config.vocab_size, "query")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; use a count >= 0.")
     model.config.check_request(context.end + len(query) + max_new_tokens)
     stop = stop_ids(model) if stop is None else stop
     first, queried = prefill_query(model, context, query, implementation=implementation)
