@@ -1,4 +1,7 @@
-"""The serving door: passages in, answer and report out, on a tiny model and a store in memory."""
+"""The serving door: passages in, answer and report out, on a tiny model and a store in memory.
+
+Like the whole suite, it runs where there is no GPU (N-04).
+"""
 
 import jax
 import numpy as np

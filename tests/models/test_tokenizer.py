@@ -58,7 +58,7 @@ def test_rendered_template_gets_the_ids_of_transformers(tokenizer_folder):
 
 
 def test_one_bos_at_position_0_of_the_whole_request(folder):
-    """T-02: none in the chunks, one in the head."""
+    """T-02, pitfall 45: none in the chunks, one in the head."""
     tokenizer = read_tokenizer(folder)
     chunks = [tokenizer.encode(text) for text in TEXTS[:3]]
     head, tail = (tokenizer.encode_template(part) for part in tokenizer.chat_parts(None))
@@ -195,6 +195,7 @@ def test_stop_ids_are_the_configs_list_and_the_tokenizers_eos(tokenizer_folder, 
 
 
 def test_thinking_reaches_the_template(tokenizer_folder):
+    """Pitfall 46: the assistant header is in the tail, and thinking mode is fixed by the caller."""
     tokenizer = read_tokenizer(tokenizer_folder)
     assert tokenizer.chat_parts(None).tail.endswith("<think>\n\n</think>\n\n")
     assert tokenizer.chat_parts(None, thinking=True).tail.endswith("<|end_header|>\n\n")
