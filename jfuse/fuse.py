@@ -6,6 +6,7 @@ runs only them; `soft_fuse` recomputes everything and mixes, which is slow, diff
 """
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jfuse.pallas.rotate import rotate
 from jfuse.pallas.selective_attention import selective_attention
 from jfuse.pallas.soft_attention import soft_attention
 from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnyArray, ContextCache, LayerKV, Selection
+from jfuse.visible import Readable, gather, gathered_size, key_counts, readable
 
 
 class Work(NamedTuple):
@@ -27,10 +29,14 @@ class Work(NamedTuple):
 
     rows: tuple[int, ...]  # recomputed positions per layer, exact, not growing with depth
     restricted: bool  # whether recomputed rows see less than their whole prefix
+    keys: tuple[int, ...] | None = None  # keys that the rows of a layer may read, if restricted and counted
 
 
-def fusion_work(selection: Selection) -> Work:
+def fusion_work(selection: Selection, segments: Int[AnyArray, " S"] | None = None) -> Work:
     """Counts a hard selection. This is the one point where a fusion waits for the device.
+
+    Args:
+        segments: the context's. With them the keys of a restricted context are counted, so that they can be gathered.
 
     Raises:
         TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`.
@@ -41,19 +47,21 @@ def fusion_work(selection: Selection) -> Work:
             f"fuse takes a boolean selection, got {selection.recompute.dtype} weights; "
             "use soft_fuse, or select with pick=top_k."
         )
-    counts, restricted, resurfacing = jax.device_get(_count(selection))
+    counts, restricted, resurfacing, keys = jax.device_get(_count(selection, segments))
     if resurfacing:
         raise ValueError(
             f"{resurfacing} positions are recomputed at a layer but not at the one before; a position must run through "
             "all earlier layers. Make `recompute` a reverse running maximum over layers."
         )
-    return Work(tuple(int(n) for n in counts), bool(restricted))
+    keys = tuple(int(n) for n in keys) if restricted and keys is not None else None
+    return Work(tuple(int(n) for n in counts), bool(restricted), keys)
 
 
 @jax.jit
-def _count(selection: Selection):
+def _count(selection: Selection, segments: Int[AnyArray, " S"] | None):
     recompute = selection.recompute
-    return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum()
+    keys = None if segments is None else key_counts(selection, segments)
+    return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum(), keys
 
 
 def fuse(
@@ -73,7 +81,7 @@ def fuse(
     is so for every row at the last layer.
 
     Args:
-        work: `fusion_work(selection)` if it is known already; needed inside a trace.
+        work: `fusion_work(selection, context.segments)` if it is known already; needed inside a trace.
         row_block: rows are padded to a multiple of this, so that similar budgets share one compilation; serving uses
             128.
         donate: overwrite the given layers in place. Only while serving: the caller's `context` is gone afterwards.
@@ -82,24 +90,44 @@ def fuse(
         TypeError: a soft selection.
         ValueError: target sets that are not nested in depth.
     """
-    work = work or fusion_work(selection)
-    sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
+    work = work or fusion_work(selection, jnp.asarray(context.segments))
+    layers = fuse_layers(
+        model, context, selection, work, row_block=row_block, donate=donate, implementation=implementation
+    )
+    return context._replace(kv=tuple(layers))
+
+
+def fuse_layers(
+    model: Model,
+    context: ContextCache,
+    selection: Selection,
+    work: Work,
+    *,
+    row_block: int = 1,
+    donate: bool = False,
+    implementation: Implementation = None,
+) -> Iterator[LayerKV]:
+    """The layers of `fuse` one by one, each as soon as its recomputation is dispatched."""
     segments = jnp.asarray(context.segments)
+    sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
     positions = jnp.asarray(context.positions, jnp.int32)
-    kv, state = [], None
+    state = None
     for l, pic in enumerate(context.kv):
         if sizes[l] == 0:
-            kv.append(pic)
+            yield pic
             continue
         if state is None:
             state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
         if sizes[l + 1] == 0:
             write = _write_layer_donating if donate else write_layer
-            kv.append(write(model.config, model.layers[l], state, pic))
+            yield write(model.config, model.layers[l], state, pic)
             continue
         same = work.rows[l + 1] == work.rows[l]  # nested sets of one size are one set
         stay = None if same else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
-        visible = _visible(selection, l, segments) if work.restricted else None
+        keys = None
+        if work.restricted:
+            size = gathered_size(work.keys[l], len(positions), row_block) if work.keys else None
+            keys = readable(selection, l, segments, size)
         run = _fuse_layer_donating if donate else fuse_layer
         x, pic = run(
             model.config,
@@ -108,13 +136,12 @@ def fuse(
             pic,
             positions,
             stay,
-            visible,
+            keys,
             selection.window,
             implementation=implementation,
         )
         state = state._replace(x=x) if stay is None else _compact(state, x, stay)
-        kv.append(pic)
-    return context._replace(kv=tuple(kv))
+        yield pic
 
 
 class FusionState(NamedTuple):
@@ -157,13 +184,6 @@ def _take_rows(rows: Rows, stay: Int[Array, " r"]) -> Rows:
     return Rows(rows.positions.at[stay].get(mode="fill", fill_value=PAD_POSITION), cos, sin)
 
 
-@jax.jit
-def _visible(selection: Selection, l: int, segments: Int[Array, " S"]) -> Bool[Array, " S"]:
-    """The recomputation context of layer l; the system prefix is always in it."""
-    layer = jnp.minimum(l, selection.visible.shape[0] - 1)
-    return selection.visible[layer] | (segments == PREFIX_SEGMENT)
-
-
 def _fuse_layer(
     config: ModelConfig,
     block: Params,
@@ -171,7 +191,7 @@ def _fuse_layer(
     pic: LayerKV,
     positions: Int[Array, " S"],
     stay: Int[Array, " r"] | None,
-    visible: Bool[Array, " S"] | None,
+    keys: Readable | None,
     window: Int[AnyArray, ""],
     *,
     implementation: Implementation = None,
@@ -180,18 +200,20 @@ def _fuse_layer(
 
     Args:
         stay: rows that go on to the next layer; None when all do.
+        keys: the restricted context; None when rows see everything before them.
     """
     x, rows = state.x, state.rows
     q, layer = _project_into(config, block, state, pic)
     if stay is not None:
         x, q = (a.at[stay].get(mode="fill", fill_value=0) for a in (x, q))
         rows = _take_rows(rows, stay)
+    seen, at, visible = gather(layer, positions, keys)
     attended = selective_attention(
         rotate(q, rows.cos, rows.sin),
-        layer.k,
-        layer.v,
+        seen.k,
+        seen.v,
         rows.positions,
-        key_positions=positions,
+        key_positions=at,
         visible=visible,
         window=window,
         implementation=implementation,
