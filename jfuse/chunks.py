@@ -31,10 +31,11 @@ def encode_chunk(model: Model, tokens: Int[AnyArray, " C"], *, anchor_rule: Anch
     """
     tokens = check_ids(tokens, model.config.vocab_size, name="chunk")
     rule = anchor_rule or default_rule(model)
-    model.config.check_length(len(tokens) + len(rule.instruction))
+    model.config.check_length(len(tokens) * (2 if rule.repeat else 1) + len(rule.instruction))
     size = chunk_bucket(len(tokens))
-    padded = np.concatenate([np.pad(tokens, (0, size - len(tokens))), np.asarray(rule.instruction, np.int32)])
-    kv, score = _encode(model, padded.astype(np.int32), np.int32(len(tokens)), size, rule)
+    padded = np.pad(tokens, (0, size - len(tokens)))
+    pieces = [padded, np.asarray(rule.instruction, np.int32)] + ([padded] if rule.repeat else [])
+    kv, score = _encode(model, np.concatenate(pieces), np.int32(len(tokens)), size, rule)
     kv, score = jax.device_get((kv, score))  # a chunk is a unit of storage; on a CPU these are views
     layers = tuple(LayerKV(kv.k[l, : len(tokens)], kv.v[l, : len(tokens)]) for l in range(model.config.num_layers))
     return Chunk(tokens, layers, score[:, : len(tokens)])
@@ -45,9 +46,11 @@ def _encode(
     model: Model, tokens: Int[Array, " T"], length: Int[Array, ""], size: int, rule: AnchorRule
 ) -> tuple[LayerKV, Float[Array, "L C"]]:
     """Chunk (padded to `size`) and probe tokens in one pass; what follows the chunk changes none of its entries."""
-    index = jnp.arange(tokens.shape[0])
-    probe = index >= size
-    positions = jnp.where(probe, index - size + length, jnp.where(index < length, index, PAD_POSITION))
+    index, repeated = jnp.arange(tokens.shape[0]), size + len(rule.instruction)
+    offset = jnp.where(index < size, index, index - repeated)  # inside the chunk, or inside its repetition
+    start_at = jnp.where(index < size, 0, repeated - size + length)
+    positions = jnp.where(offset < length, offset + start_at, PAD_POSITION)
+    probe = (index >= size) & (positions < PAD_POSITION)
     x, rows = start(model.config, model.params, tokens, positions)
 
     def body(x, block):
@@ -58,4 +61,5 @@ def _encode(
         return finish(model.config, block, x, attended), (LayerKV(k[:size], v[:size]), score)
 
     _, (kv, score) = jax.lax.scan(body, x, model.params["blocks"])
+    score = jnp.broadcast_to(score.mean(0, keepdims=True), score.shape) if rule.shared else score
     return kv, force_sinks(score, rule.num_sinks)
