@@ -131,15 +131,25 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
         q, positions = block
         last = positions.max()
         earliest = jnp.where(positions < 0, PAD_POSITION, positions).min()
-        wanted = _wanted_blocks(key_positions, visible, window, earliest, last, key_block)
-        order = jnp.argsort(~wanted, stable=True)
+        wanted, whole = _block_kinds(key_positions, visible, window, earliest, last, key_block)
+        order = jnp.argsort(jnp.where(whole, 0, jnp.where(wanted, 1, 2)), stable=True)
         row = jnp.repeat(positions, group)[:, None]
 
-        def step(i, carry):
+        def step(i, carry, *, masked):
             out, top, total = carry
-            start, new = starts[order[i]], first_new[order[i]]
+            start = starts[order[i]]
             kb = jax.lax.dynamic_slice_in_dim(k, start, key_block, axis=1)
             vb = jax.lax.dynamic_slice_in_dim(v, start, key_block, axis=1)
+            scores = jnp.einsum("kqh,ksh->kqs", q, kb, preferred_element_type=jnp.float32)
+            if masked:
+                scores = jnp.where(seen(start, first_new[order[i]]), scores, NEGATIVE)
+            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+            decay = jnp.exp(top - new_top)
+            weights = jnp.exp(scores - new_top)
+            added = jnp.einsum("kqs,ksh->kqh", weights.astype(vb.dtype), vb, preferred_element_type=jnp.float32)
+            return out * decay + added, new_top, total * decay + weights.sum(-1, keepdims=True)
+
+        def seen(start, new):
             at = jax.lax.dynamic_slice_in_dim(key_positions, start, key_block)[None, :]
             keep = at <= row
             if keys % key_block:
@@ -147,19 +157,15 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
             if visible is not None:
                 listed = jax.lax.dynamic_slice_in_dim(visible, start, key_block)[None, :]
                 keep &= listed | (row - at <= window)  # a window of 0 still holds the row itself
-            scores = jnp.einsum("kqh,ksh->kqs", q, kb, preferred_element_type=jnp.float32)
-            scores = jnp.where(keep, scores, NEGATIVE)
-            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-            decay = jnp.exp(top - new_top)
-            weights = jnp.exp(scores - new_top)
-            added = jnp.einsum("kqs,ksh->kqh", weights.astype(vb.dtype), vb, preferred_element_type=jnp.float32)
-            return out * decay + added, new_top, total * decay + weights.sum(-1, keepdims=True)
+            return keep
 
         zero = jnp.zeros((kv_heads, row_block * group, 1), jnp.float32)
         init = (jnp.zeros((kv_heads, row_block * group, size), jnp.float32), zero + NEGATIVE, zero)
-        out, top, total = jax.lax.fori_loop(0, wanted.sum(), step, init)
-        # Where a row saw only masked keys so far, top is NEGATIVE and weights were exp(0): such rows are empty.
-        empty = top <= NEGATIVE / 2
+        num_whole = whole.sum()
+        carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), init)
+        out, top, total = jax.lax.fori_loop(num_whole, wanted.sum(), functools.partial(step, masked=True), carry)
+        # A row that saw only masked keys has top NEGATIVE and weights exp(0); padding rows are let into whole blocks.
+        empty = (top <= NEGATIVE / 2) | (row < 0)[None]
         out = jnp.where(empty, 0.0, out / jnp.where(empty, 1.0, total))
         return out, jnp.where(empty, NEGATIVE, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
@@ -169,13 +175,17 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
     return out[:rows].astype(v.dtype), lse[:rows]
 
 
-def _wanted_blocks(key_positions, visible, window, earliest, last, key_block):
-    """Which key blocks some row between `earliest` and `last` may see."""
-    readable = key_positions <= last
+def _block_kinds(key_positions, visible, window, earliest, last, key_block):
+    """Which key blocks some row between `earliest` and `last` may see, and which of them every row sees in full."""
+    readable, by_all = key_positions <= last, key_positions <= earliest
     if visible is not None:
         readable &= visible | (key_positions >= earliest - window)
+        by_all &= visible
     padding = -key_positions.shape[0] % key_block
-    return jnp.pad(readable, (0, padding)).reshape(-1, key_block).any(-1)
+    wanted, whole = (
+        jnp.pad(keys, (0, padding)).reshape(-1, key_block) for keys in (readable, by_all & (earliest < PAD_POSITION))
+    )
+    return wanted.any(-1), whole.all(-1)
 
 
 def _ceil8(n: int) -> int:
