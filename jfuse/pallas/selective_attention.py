@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation
+from jfuse.pallas.dense_attention import NEGATIVE, dense_attention
 from jfuse.types import PAD_POSITION, AnyArray, LayerKV
-
-NEGATIVE = -1e30  # finite, so that a fully masked row gives zeros and not NaN
 
 ROW_BLOCK = 64
 KEY_BLOCK = 256
@@ -79,7 +78,26 @@ def partial_attention(
     row_positions = jnp.asarray(row_positions, jnp.int32)
     key_positions = jnp.arange(k.shape[0]) if key_positions is None else jnp.asarray(key_positions)
     seen = None if visible is None else jnp.asarray(visible)
-    return _blocked(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
+    return _differentiable(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
+
+
+@jax.custom_vjp
+def _differentiable(q, k, v, row_positions, key_positions, visible, window):
+    """`_blocked`, whose trip counts are known at run time only, with the gradient of the dense definition."""
+    return _blocked(q, k, v, row_positions, key_positions, visible, window)
+
+
+def _forward(*arguments):
+    return _blocked(*arguments), arguments
+
+
+def _backward(arguments, cotangents):
+    q, k, v, *where = arguments
+    _, pull = jax.vjp(lambda q, k, v: dense_attention(q, k, v, *where), q, k, v)
+    return *pull(cotangents), None, None, None, None
+
+
+_differentiable.defvjp(_forward, _backward)
 
 
 def attend(
