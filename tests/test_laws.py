@@ -8,7 +8,7 @@ import pytest
 from jfuse import selectors
 from jfuse.config import budget
 from jfuse.fuse import Work, fuse, fusion_work, soft_fuse
-from jfuse.generate import prefill_query
+from jfuse.generate import generate, prefill_query
 from jfuse.probe import probe
 from jfuse.selectors.base import select
 from jfuse.stitch import stitch
@@ -43,6 +43,7 @@ def assert_same_bits(a, b, where=slice(None)):
         np.testing.assert_array_equal(np.asarray(ours.v)[where], np.asarray(theirs.v)[where])
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope-biases"])
 def test_full_prefill_equals_the_reference(make_request, family):
     request = make_request(family)
     assert_request(request, request.full(), request.reference.run(request.ids))
@@ -146,6 +147,7 @@ def test_fuse_over_an_iterator_under_jit_and_over_a_tuple(make_request):
         np.testing.assert_allclose(ours.v, theirs.v, **KV)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fuse_equals_soft_fuse_at_zero_and_one(make_request, family):
     """Law 4: the dense path defines the sparse path."""
     request = make_request(family)
@@ -171,3 +173,28 @@ def test_a_chunk_never_changes_an_earlier_entry(make_request):
     border = request.num_prefix + 56
     assert_same_bits(before.kv, after.kv, slice(0, border))
     assert np.abs(np.asarray(before.kv[2].v - after.kv[2].v)[border : request.end]).max() > 1e-2
+
+
+def test_requests_of_one_bucket_share_everything_that_is_compiled(make_request, compilations):
+    """Pitfall 53, K-06 in small: other lengths and another number of chunks, from stitching to the second token."""
+
+    def serve(request):
+        anchors = request.anchors()
+        context = stitch(request.chunks, request.model.config.rope, prefix=request.prefix, pad_to=request.pad_to)
+        request = request._replace(context=context)
+        evidence = probe(request.model, request.query, anchors, context, SELECTORS["qcfuse"].view)
+        k = budget("floor_min1", 0.3, request.num_context)
+        selection = select(SELECTORS["qcfuse"], evidence, k, num_layers=4)
+        fused = fuse(request.model, context, selection, row_block=96)
+        return generate(request.model, fused, request.query, max_new_tokens=3, stop=frozenset()).tolist()
+
+    requests = [
+        make_request(),
+        make_request(lengths=(40, 17, 9), query=25, seed=2),
+        make_request(lengths=(5,), query=1, seed=4),
+        make_request(lengths=(3, 1, 7, 2, 100, 8, 5), prefix=64, seed=5),
+    ]
+    first = serve(requests[0])
+    compilations.count = 0
+    answers = [serve(request) for request in requests]
+    assert compilations.count == 0 and answers[0] == first

@@ -1,16 +1,18 @@
 """Picks: scores to weights under a budget. Hard picks give {0, 1}, soft ones (0, 1)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jfuse.selectors.made_once import made_once
 from jfuse.types import AnyArray
 
+Count = Int[AnyArray, ""] | Float[AnyArray, ""] | int
+"""A budget. It is a float where it is itself a sum of soft weights."""
 
-def top_k(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Bool[Array, "*B S"]:
+
+def top_k(scores: Float[Array, "*B S"], k: Count) -> Bool[Array, "*B S"]:
     """Marks the k largest scores of each row; ties go to the lower position, NaN ranks last, as -inf does.
 
     The count is exact by rank, so k may be traced and a ratio sweep compiles once.
@@ -20,11 +22,12 @@ def top_k(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Bool[Arra
     """
     order = jnp.argsort(jnp.where(jnp.isnan(scores), jnp.inf, -scores), axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1, stable=True)
-    return rank < k
+    k = jnp.asarray(k)
+    return rank.astype(k.dtype) < k
 
 
 def soft_top_k(
-    scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int, *, temperature: Float[AnyArray, ""] | float = 0.1
+    scores: Float[Array, "*B S"], k: Count, *, temperature: Float[AnyArray, ""] | float = 0.1
 ) -> Float[Array, "*B S"]:
     """Differentiable top-k: sigmoid((score - threshold) / temperature), the threshold such that weights sum to k.
 
@@ -66,11 +69,11 @@ def soft_top_k(
     return jnp.where(inner, weights(near, threshold), ends)
 
 
-@functools.cache
+@made_once
 def straight_through(temperature: float = 0.1):
     """A pick that is hard forward and soft backward: the weights of `top_k`, the gradient of `soft_top_k`."""
 
-    def pick(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Float[Array, "*B S"]:
+    def pick(scores: Float[Array, "*B S"], k: Count) -> Float[Array, "*B S"]:
         soft = soft_top_k(scores, k, temperature=temperature)
         hard = top_k(scores, k).astype(soft.dtype)
         return hard + (soft - jax.lax.stop_gradient(soft))
@@ -88,7 +91,7 @@ def perturbed(key: Array, *, sigma: float = 0.1, num_samples: int = 100):
         sigma: scale of the noise, in units of the score.
     """
 
-    def pick(scores: Float[Array, "*B S"], k: Int[AnyArray, ""] | int) -> Float[Array, "*B S"]:
+    def pick(scores: Float[Array, "*B S"], k: Count) -> Float[Array, "*B S"]:
         rows = scores.reshape(-1, scores.shape[-1])
         weights = jax.vmap(smooth, (0, 0, None))(jax.random.split(key, len(rows)), rows, k)
         return weights.reshape(scores.shape)

@@ -1,6 +1,7 @@
 """Attention mass per position against a dense softmax, for every denominator and reduction."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,14 @@ def dense(case, denominator, heads, over_rows, rows):
     return weights.mean(-2) if over_rows == "mean" else weights.max(-2)
 
 
-@pytest.mark.parametrize("over_rows", ["mean", "max"])
-@pytest.mark.parametrize("heads", ["mean", "max", "each"])
-@pytest.mark.parametrize("denominator", ["all", "prefix+context", "context"])
+@pytest.mark.parametrize(
+    ("denominator", "heads", "over_rows"),
+    [
+        *itertools.product(["all"], ["mean", "max", "each"], ["mean", "max"]),
+        *itertools.product(["prefix+context", "context"], ["mean"], ["mean"]),
+        ("context", "max", "max"),
+    ],
+)
 def test_equals_a_dense_softmax(case, denominator, heads, over_rows):
     """Pitfalls 23 to 26, 32: three softmax sets, heads and rows reduced either way, only the scoring rows count."""
     q, k, own, places, at = case

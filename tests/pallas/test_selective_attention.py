@@ -40,7 +40,7 @@ def test_any_length(rows, keys):
     np.testing.assert_array_equal(first, selective_attention(q, k, v, at))
 
 
-@pytest.mark.parametrize("size", [12, 80, 96])
+@pytest.mark.parametrize("size", [12, 80])
 def test_any_head_size(size):
     """K-02: head sizes that are not powers of two."""
     q, k, v = draw(9, 40, size=size)
@@ -50,7 +50,7 @@ def test_any_head_size(size):
     )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (8, 1), (28, 4), (40, 10)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 1), (28, 4), (40, 10)])
 def test_query_heads_share_kv_heads_in_runs(heads, kv_heads):
     """K-03, pitfall 23: head h reads KV head h // (N / K). One-hot values name the KV head that was read."""
     q, k, _ = draw(3, 10, heads, kv_heads)
