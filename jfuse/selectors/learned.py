@@ -5,7 +5,6 @@ which hold the answer stand out: a listwise softmax over the context, which is c
 attention itself do not train (they fall for whichever layer is most diffuse); logarithms, scaled per head, do.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jfuse.config import TokenView, View
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import Denominator, per_layer_attention, scoring_rows
 from jfuse.types import AnyArray, Evidence
 
@@ -28,7 +28,7 @@ class ScoreWeights(NamedTuple):
     scale: Float[AnyArray, "Lv N"]  # spread of each head's feature over the training set
 
 
-@functools.cache
+@made_once
 def learned(
     layers: tuple[int, ...] | None = None,
     *,
@@ -44,13 +44,20 @@ def learned(
         layers: the view's layers; None reads every layer.
         tokens: the token view; "context" gives the sharpest scores and reads the whole cache.
     """
+    view = View(tokens, layers, anchor_ratio)
+    return Selector(view, log_attention(denominator), ratio=0.5, name="learned", source="ours")
+
+
+@made_once
+def log_attention(denominator: Denominator = "all"):
+    """The score: log-attention of every head, weighted and added up."""
 
     def score(evidence: Evidence, params: Any = None) -> Float[Array, "Lv S"]:
         seen = features(evidence, denominator)
         weights = equal_weights(*seen.shape[:2]) if params is None else ScoreWeights(*params)
         return weighted(weights, seen).sum(1)
 
-    return Selector(View(tokens, layers, anchor_ratio), score, ratio=0.5, name="learned", source="ours")
+    return score
 
 
 def equal_weights(num_layers: int, num_heads: int) -> ScoreWeights:
@@ -83,4 +90,4 @@ def span_loss(
     scores = jnp.where(jnp.asarray(context), weighted(weights, seen).sum((0, 1)), -1e30)
     log_share = jax.nn.log_softmax(scores)
     span = jnp.asarray(span)
-    return -jnp.where(span, log_share, 0.0).sum() / span.sum()
+    return -jnp.where(span, log_share, 0.0).sum() / span.sum().astype(jnp.float32)
