@@ -1,6 +1,5 @@
 """A^3 (2511.17560): attention of the question's rows at layer 1, smoothed along the sequence."""
 
-import functools
 from typing import Any, Literal, get_args
 
 import jax
@@ -11,13 +10,14 @@ from jfuse.config import View
 from jfuse.selectors import budgets
 from jfuse.selectors.allocate import after_fresh
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import check, per_layer_attention, scoring_rows
 from jfuse.types import PADDING_SEGMENT, Evidence
 
 Products = Literal["softmax", "raw"]
 
 
-@functools.cache
+@made_once
 def a3(*, products: Products = "softmax", pool: int = 5) -> Selector:
     """A^3's selection: layers 0 and 1 run for every token, then the question's attention at layer 1 decides.
 

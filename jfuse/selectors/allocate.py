@@ -4,20 +4,20 @@ Two things are chosen: the targets (which positions run again, layer by layer) a
 they may see). Every rule here means the same for weights {0, 1} and for weights in (0, 1): a maximum is a union.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from jfuse.types import AnyArray, Selection
+from jfuse.selectors.made_once import made_once
+from jfuse.selectors.topk import Count
+from jfuse.types import Selection
 
 BoundPick = Callable[..., Shaped[Array, "*B S"]]
 AllocateFn = Callable[..., Selection]
-Count = Int[AnyArray, ""] | Float[AnyArray, ""] | int
 
 
 class BudgetedPick(NamedTuple):
@@ -68,7 +68,7 @@ def layerwise(scores: Float[Array, "Lv S"], pick: BoundPick, layers: tuple[int, 
     return seen_in_full(nested(at_every_layer(pick(scores), layers, num_layers)))
 
 
-@functools.cache
+@made_once
 def after_fresh(full: int) -> AllocateFn:
     """CacheBlend's staircase: every position at the first `full` layers, one set from there on; nothing at k = 0."""
 
@@ -108,7 +108,7 @@ def as_many_as_union(
     return same_everywhere(pick(scores.mean(0), union(scores, pick, layers, num_layers).sum()), num_layers)
 
 
-@functools.cache
+@made_once
 def restricted(targets: AllocateFn, context: Callable[..., Shaped[Array, "Lc S"]], window: int = 0) -> AllocateFn:
     """The given targets, which see the recomputation context and the `window` positions before each of them only.
 

@@ -1,7 +1,5 @@
 """The two ends and the control: recompute nothing, everything, or positions drawn at random."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,22 +7,23 @@ from jaxtyping import Array, Float
 from jfuse.config import View
 from jfuse.selectors.allocate import everything, nothing
 from jfuse.selectors.base import Selector, no_score
+from jfuse.selectors.made_once import made_once
 from jfuse.types import Evidence
 
 
-@functools.cache
+@made_once
 def reuse() -> Selector:
     """Direct reuse of the stitched cache; only the query is computed."""
     return Selector(View(), no_score, nothing, ratio=0.0, name="reuse", source="direct PIC reuse")
 
 
-@functools.cache
+@made_once
 def recompute_all() -> Selector:
     """Every context position recomputed: full prefill through the fusion path, the quality reference."""
     return Selector(View(), no_score, everything, ratio=1.0, name="recompute_all", source="full prefill")
 
 
-@functools.cache
+@made_once
 def random(seed: int = 0) -> Selector:
     """Positions drawn uniformly, the control that every selector must beat.
 

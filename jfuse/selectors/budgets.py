@@ -4,9 +4,8 @@ Each rule takes a ratio and the request's token counts and gives exact host inte
 catalogue prints.
 """
 
-import functools
-
 from jfuse.config import BudgetRule, budget
+from jfuse.selectors.made_once import made_once
 from jfuse.types import Sizes
 
 
@@ -34,7 +33,7 @@ def each_chunk_but_first(ratio: float, sizes: Sizes) -> int:
     return each_chunk(ratio, spare_first(sizes))
 
 
-@functools.cache
+@made_once
 def first_of_each_chunk(count: int, *, but_first: bool):
     """A rule that ignores the ratio: the first `count` tokens of every chunk, or all of a shorter one."""
 
@@ -45,7 +44,7 @@ def first_of_each_chunk(count: int, *, but_first: bool):
     return rule
 
 
-@functools.cache
+@made_once
 def targets_and_context(targets: BudgetRule, context: BudgetRule, context_ratio: float | None = None):
     """Two budgets: of the targets, and of the sets whose union is the recomputation context.
 
@@ -62,7 +61,7 @@ def targets_and_context(targets: BudgetRule, context: BudgetRule, context_ratio:
     return rule
 
 
-@functools.cache
+@made_once
 def filter_shares(shares: tuple[float, ...]):
     """Budgets of a gradual filter: the last one first, then what each earlier check lets through (at least that)."""
 

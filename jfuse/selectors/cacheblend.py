@@ -1,12 +1,12 @@
 """CacheBlend (2405.16444): the first layers run for every token, and those whose cache deviates most go on."""
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 from jfuse.config import View
 from jfuse.selectors import budgets
 from jfuse.selectors.allocate import AllocateFn, after_fresh, filtered
 from jfuse.selectors.base import Selector, SpendFn
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import Deviation, check, kv_deviation
 
 Preset = Literal["code", "lmcache", "paper"]
@@ -29,7 +29,7 @@ SETTINGS: dict[Preset, Settings] = {
 }
 
 
-@functools.cache
+@made_once
 def cacheblend(preset: Preset = "code", *, check_layer: int = 1, schedule: tuple[float, ...] = ()) -> Selector:
     """CacheBlend, query-independent.
 

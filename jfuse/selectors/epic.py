@@ -1,6 +1,5 @@
 """EPIC / LegoLink (2410.15332): the first tokens of every chunk, which act as false sinks, are recomputed in place."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,10 +8,11 @@ from jaxtyping import Array, Float
 from jfuse.config import View
 from jfuse.selectors import budgets
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.types import PREFIX_SEGMENT, Evidence
 
 
-@functools.cache
+@made_once
 def epic(k: int | None = None, *, exempt_first: bool = True) -> Selector:
     """EPIC with the first k tokens of each chunk (LegoLink-k, the paper), or with a ratio of each chunk.
 
@@ -41,7 +41,7 @@ def epic(k: int | None = None, *, exempt_first: bool = True) -> Selector:
     )
 
 
-@functools.cache
+@made_once
 def start_of_chunk(exempt_first: bool):
     """Minus the share of its chunk that ends with a token: at ratio r, exactly floor(r * length) tokens exceed -r."""
 
@@ -55,7 +55,7 @@ def start_of_chunk(exempt_first: bool):
     return score
 
 
-@functools.cache
+@made_once
 def distance_from_start(exempt_first: bool):
     """Minus the offset inside the chunk: the first k tokens of every chunk are those above -k."""
 

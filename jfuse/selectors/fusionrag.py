@@ -1,16 +1,16 @@
 """FusionRAG (2601.12904): the question alone, scored against the last layer's keys. Its online selection only."""
 
-import functools
 from typing import Literal, get_args
 
 from jfuse.config import View
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import check, query_attention
 
 Preset = Literal["paper", "qcfuse"]
 
 
-@functools.cache
+@made_once
 def fusionrag(preset: Preset = "paper") -> Selector:
     """FusionRAG's query-guided selection; its offline preprocessing of chunks is not part of it.
 

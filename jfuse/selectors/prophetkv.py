@@ -1,10 +1,10 @@
 """ProphetKV (2602.02579): the query runs over the whole stitched cache and every layer scores."""
 
-import functools
 from typing import Literal, NamedTuple, get_args
 
 from jfuse.config import BudgetRule, TokenView, View
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import Denominator, Rows, check, query_attention
 
 Preset = Literal["paper", "qcfuse", "ucm", "kvbench"]
@@ -28,7 +28,7 @@ SETTINGS: dict[Preset, Settings] = {
 }
 
 
-@functools.cache
+@made_once
 def prophetkv(preset: Preset = "paper") -> Selector:
     """ProphetKV: attention of the query's rows, averaged over heads, rows and all layers; one set for all layers.
 

@@ -1,16 +1,16 @@
 """QCFuse (2606.05875): the query is probed over compact anchors and scored on a few critical layers."""
 
-import functools
 from typing import Literal
 
 from jfuse.config import View
 from jfuse.pallas.attention_mass import Reduce
 from jfuse.selectors.allocate import layerwise, restricted, union
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import Denominator, query_attention
 
 
-@functools.cache
+@made_once
 def qcfuse(
     layers: tuple[int, ...],
     *,
@@ -39,7 +39,7 @@ def qcfuse(
     )
 
 
-@functools.cache
+@made_once
 def qcfuse_demo(layer: int, *, tokens: Literal["anchors", "query"] = "anchors") -> Selector:
     """The earlier QCFuse system (2604.08585): one critical layer, anchors optional, ratio 0.3.
 
@@ -52,7 +52,7 @@ def qcfuse_demo(layer: int, *, tokens: Literal["anchors", "query"] = "anchors") 
     return Selector(View(tokens, (layer,)), query_attention(), ratio=0.3, name="qcfuse_demo", source="2604.08585")
 
 
-@functools.cache
+@made_once
 def qcfuse_layerwise(layers: tuple[int, ...], *, anchor_ratio: float = 0.1) -> Selector:
     """QCFuse's view with RelaxKV's targets: each critical layer has its own set, and nothing else need be scored.
 
@@ -63,7 +63,7 @@ def qcfuse_layerwise(layers: tuple[int, ...], *, anchor_ratio: float = 0.1) -> S
     )
 
 
-@functools.cache
+@made_once
 def qcfuse_relaxkv(layers: tuple[int, ...], *, anchor_ratio: float = 0.1, window: int = 32) -> Selector:
     """`qcfuse_layerwise` with RelaxKV's recomputation context: rows see the union of the sets and a window.
 

@@ -3,8 +3,6 @@
 With it come the controls of its paper, which take the two ideas apart. All score alike and differ in allocation.
 """
 
-import functools
-
 from jfuse.config import View
 from jfuse.selectors import budgets
 from jfuse.selectors.allocate import (
@@ -19,12 +17,13 @@ from jfuse.selectors.allocate import (
     union_of_second,
 )
 from jfuse.selectors.base import Selector
+from jfuse.selectors.made_once import made_once
 from jfuse.selectors.score import Denominator, min_max, query_attention
 
 ROUND = "round_half_even_min1"
 
 
-@functools.cache
+@made_once
 def relaxkv(*, window: int = 0) -> Selector:
     """RelaxKV: k = max(1, round(ratio * N)) positions per layer, by attention scaled to [0, 1] within the layer.
 
@@ -50,13 +49,13 @@ def relaxkv(*, window: int = 0) -> Selector:
     )
 
 
-@functools.cache
+@made_once
 def relaxkv_full_prefix() -> Selector:
     """Control: RelaxKV's targets, which see everything before them."""
     return relaxkv()._replace(allocate=layerwise, ratio=0.2, name="relaxkv_full_prefix", source="2609.33503, table 5")
 
 
-@functools.cache
+@made_once
 def relaxkv_g(*, denominator: Denominator = "context", window: int = 0) -> Selector:
     """Control: ProphetKV's global targets in RelaxKV's context, the union of layer-wise sets at the same ratio.
 
@@ -74,7 +73,7 @@ def relaxkv_g(*, denominator: Denominator = "context", window: int = 0) -> Selec
     )
 
 
-@functools.cache
+@made_once
 def global_sparse(*, window: int = 0) -> Selector:
     """Control: RelaxKV's targets; the context is the |U| positions of largest mean score."""
     return relaxkv()._replace(
@@ -82,7 +81,7 @@ def global_sparse(*, window: int = 0) -> Selector:
     )
 
 
-@functools.cache
+@made_once
 def layerwise_sparse(*, window: int = 0) -> Selector:
     """Control: RelaxKV's targets; at each layer the context is its own |U| positions of largest score."""
     return relaxkv()._replace(
@@ -92,7 +91,7 @@ def layerwise_sparse(*, window: int = 0) -> Selector:
     )
 
 
-@functools.cache
+@made_once
 def target_capacity(*, context_ratio: float = 0.2, window: int = 0) -> Selector:
     """Control: one global target set of min(floor(ratio * N), |U|) positions in the union of layer-wise sets.
 
@@ -112,7 +111,7 @@ def target_capacity(*, context_ratio: float = 0.2, window: int = 0) -> Selector:
     )
 
 
-@functools.cache
+@made_once
 def target_union(*, window: int = 0) -> Selector:
     """Control: one global target set of |U| positions, U the union of layer-wise sets; the set is not U itself."""
     return relaxkv()._replace(

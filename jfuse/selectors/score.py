@@ -1,6 +1,5 @@
 """Scores: evidence to importance, one row per view layer, higher means recompute. Float32 throughout."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jfuse.pallas.attention_mass import Reduce, attention_mass, log_mass
+from jfuse.selectors.made_once import made_once
 from jfuse.types import PAD_POSITION, PADDING_SEGMENT, Evidence, LayerKV
 
 Denominator = Literal["all", "prefix+context", "context"]
@@ -16,7 +16,7 @@ Rows = Literal["question", "query"]
 Deviation = Literal["values", "keys", "both"]
 
 
-@functools.cache
+@made_once
 def query_attention(
     *,
     denominator: Denominator = "all",
@@ -83,7 +83,7 @@ def scoring_rows(evidence: Evidence, scoring: Rows) -> Bool[Array, " U"]:
     return jnp.asarray(chosen)
 
 
-@functools.cache
+@made_once
 def min_max(score: Callable[..., Float[Array, "Lv S"]]):
     """A score scaled to [0, 1] per layer over the context (RelaxKV, section 3); a constant layer gives zeros.
 
@@ -100,7 +100,7 @@ def min_max(score: Callable[..., Float[Array, "Lv S"]]):
     return scaled
 
 
-@functools.cache
+@made_once
 def kv_deviation(layers: tuple[int, ...] = (1,), *, of: Deviation = "values"):
     """How far recomputed entries lie from cached ones: the sum of squared differences over KV heads and channels.
 
