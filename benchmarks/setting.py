@@ -48,6 +48,14 @@ def wiki_tokens(tokenizer: Any, count: int) -> np.ndarray:
     raise ValueError(f"The shipped passages hold {len(tokens)} tokens, fewer than {count}.")
 
 
+def question_tokens(tokenizer: Any, count: int) -> np.ndarray:
+    """The first `count` tokens of the shipped SQuAD questions."""
+    from jfuse.evals.data import read_samples, shipped
+
+    questions = " ".join(sample.question for sample in read_samples(shipped("squad.jsonl"), limit=20))
+    return tokenizer.encode(questions)[:count]
+
+
 def save(name: str, result: dict[str, Any]) -> Path:
     """Writes a result with its machine."""
     RESULTS.mkdir(exist_ok=True)

@@ -31,9 +31,9 @@ def main() -> None:
     arguments = parser.parse_args()
     model = jfuse.load_model("smollm2-135m")
     size, count = arguments.chunk_tokens, arguments.chunks
-    text = setting.wiki_tokens(model.tokenizer, size * count + arguments.query_tokens)
+    text = setting.wiki_tokens(model.tokenizer, size * count)
     pieces = [text[i * size : (i + 1) * size] for i in range(count)]
-    question = Question(text[size * count :])
+    question = Question(setting.question_tokens(model.tokenizer, arguments.query_tokens))
     prefix = jfuse.encode_prefix(model, model.tokenizer.encode(PREFIX))
     source = ResidentChunks([jfuse.encode_chunk(model, piece) for piece in pieces])
     layout = make_layout(pieces, np.asarray(prefix.tokens)[: prefix.end], pad_to=FusionConfig().pad_to)

@@ -47,14 +47,19 @@ def report(result: dict[str, Any], out: Path) -> list[Any]:
         make_table(
             ("method", "ratio", "", "answer"),
             [
-                (one["method"], f"{one['ratio']:g}", "right" if one["right"] else "wrong", one["answer"])
+                (
+                    one["method"],
+                    f"{one['ratio']:g}",
+                    "right" if one["right"] else "wrong",
+                    " ".join(one["answer"].split()),
+                )
                 for one in asked["answers"]
             ],
             f"{asked['question']}\nExpected: {', '.join(asked['expected'])}",
         )
         for asked in result["questions"]
     ]
-    columns = ("method", "ratio", "TTFT", "select", "fuse", "query", "speed-up", "of FLOP limit", "KL", "NLL")
+    columns = ("method", "ratio", "TTFT", "select", "fuse", "query", "speed-up", "FLOP limit", "share", "KL", "NLL")
     known = {(one["method"], one["ratio"]): one for one in result["candidates"]}
     rows = []
     for row in result["rows"]:
@@ -62,7 +67,8 @@ def report(result: dict[str, Any], out: Path) -> list[Any]:
         everywhere = known.get((row["method"], row["ratio"]), {})
         rows.append(
             (row["method"], f"{row['ratio']:g}", as_milliseconds(row["ttft"]), *stages)
-            + (f"{row['speed_up']:.2f}x", f"{row['share_of_limit']:.0%}", f"{row['first_kl']:.3f}", f"{row['nll']:.3f}")
+            + (f"{row['speed_up']:.2f}x", f"{row['flop_limit']:.2f}x", f"{row['share_of_limit']:.0%}")
+            + (f"{row['first_kl']:.3f}", f"{row['nll']:.3f}")
             + tuple(f"{everywhere[name]:.3f}" if name in everywhere else "" for name in ("first_kl", "nll"))
         )
     number = result["num_candidates"]
