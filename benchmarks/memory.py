@@ -1,7 +1,7 @@
-"""Peak memory of a 4,096-token prefill and of a fusion, each in a process of its own. Usage: python benchmarks/memory.py
+"""Peak memory of a 4,096-token prefill and of a fusion, each in a process of its own.
 
-Figures are the peak resident set above that of the loaded model and the inputs, and the temporary buffers that XLA plans for
-one layer.
+Usage: python benchmarks/memory.py. Figures are the peak resident set above that of the loaded model and the inputs, and
+the temporary buffers that XLA plans for one layer.
 """
 
 import json

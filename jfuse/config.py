@@ -67,16 +67,16 @@ class FusionConfig:
     ratio: float | int | None = None  # None: the selector's own default
     pad_to: int = 512  # context bucket
     row_block: int = 128  # recomputed-row bucket
-    ahead: int = 2  # layers in flight from the host
+    ahead: int = 2  # layers in flight from the host; 0: each is read when it is needed, and waited for
     implementation: Implementation = None
 
     def __post_init__(self):
         if self.ratio is not None:
             object.__setattr__(self, "ratio", checked_ratio(self.ratio, name="FusionConfig.ratio"))
-        for name in ("pad_to", "row_block", "ahead"):
+        for name, least in (("pad_to", 1), ("row_block", 1), ("ahead", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"FusionConfig.{name} is {value!r}; use an integer >= 1.")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"FusionConfig.{name} is {value!r}; use an integer >= {least}.")
         if self.implementation not in (None, "xla", "pallas"):
             raise ValueError(f'FusionConfig.implementation is {self.implementation!r}; use None, "xla" or "pallas".')
 

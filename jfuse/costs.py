@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from jfuse.config import View, budget
 from jfuse.models.config import ModelConfig
-from jfuse.types import PREFIX_SEGMENT, ContextCache, Selection
+from jfuse.types import PREFIX_SEGMENT, ContextCache, Selection, Sizes
 
 
 class Cost(NamedTuple):
@@ -106,27 +106,51 @@ def probe_cost(config: ModelConfig, view: View, *, num_query: int, num_visible: 
     return Cost(run.rows, run.edges, run.flops + queries + scoring)
 
 
-def num_visible(view: View, num_prefix: int, num_context: int) -> int:
+class Halves(NamedTuple):
+    """Which halves of a layer are meant."""
+
+    keys: bool
+    values: bool
+
+
+WHOLE, KEYS = Halves(True, True), Halves(True, False)
+
+
+def needed_layers(view: View, num_layers: int) -> dict[int, Halves]:
+    """What must be read of which layer's context entries before a selector with this view can choose, in order of use.
+
+    >>> needed_layers(View("anchors", (3, 1)), 4)
+    {3: Halves(keys=True, values=False), 1: Halves(keys=True, values=False)}
+    """
+    layers = view.layer_indices(num_layers)
+    if view.tokens == "context":
+        return {l: WHOLE for l in range(max(layers, default=-1) + 1)}
+    needed = {l: WHOLE if view.values else KEYS for l in layers}
+    # A gradual filter compares, and carries on, both halves of the layers it runs over.
+    filtered = range(view.fresh - 1 - len(view.kept), view.fresh) if view.kept else ()
+    return needed | {l: WHOLE for l in filtered}
+
+
+def num_anchors(view: View, sizes: Sizes) -> int:
+    """Anchors of all chunks, ceil(r_a * C) of each."""
+    return sum(budget("ceil", view.anchor_ratio, length) for length in sizes.chunks)
+
+
+def num_visible(view: View, sizes: Sizes) -> int:
     """Cached entries that a probe's query attends to under a token view."""
-    seen = {"anchors": budget("ceil", view.anchor_ratio, num_context), "context": num_context}.get(view.tokens, 0)
-    return seen + (num_prefix if view.tokens in ("prefix", "anchors", "context") else 0)
+    seen = {"anchors": num_anchors(view, sizes), "context": sizes.context}.get(view.tokens, 0)
+    return seen + (sizes.prefix if view.tokens in ("prefix", "anchors", "context") else 0)
 
 
-def selection_bytes(config: ModelConfig, view: View, *, num_prefix: int, num_context: int, itemsize: int = 2) -> int:
-    """Bytes of cached keys and values that must be read before a selector can choose (methods differ here most).
+def selection_bytes(config: ModelConfig, view: View, sizes: Sizes, *, itemsize: int = 2) -> int:
+    """Bytes of chunk caches that must be read before a selector can choose (methods differ here most).
 
-    Anchors of all layers down to the deepest, plus the context keys of the view's layers; a whole-context view needs
-    everything down to its deepest layer.
+    The anchors of all layers above the deepest, plus what the view's layers need. The prefix is never read again.
     """
     half = config.num_kv_heads * config.head_size * itemsize
-    layers = view.layer_indices(config.num_layers)
-    scored = len(layers) * num_context * half * (2 if view.values else 1)
-    fresh = (1 if view.fresh else 0) * 2 * num_context * half
-    if view.tokens == "context":
-        return (max(layers) + 1) * 2 * (num_prefix + num_context) * half
-    if view.tokens == "anchors":
-        return 2 * max(layers) * num_visible(view, num_prefix, num_context) * half + scored
-    return scored + fresh if view.tokens in ("query", "prefix") else fresh
+    layers = needed_layers(view, config.num_layers)
+    anchors = 2 * max(layers) * num_anchors(view, sizes) if view.tokens == "anchors" and layers else 0
+    return half * (anchors + sizes.context * sum(sum(halves) for halves in layers.values()))
 
 
 def realised_ratio(recompute: Bool[np.ndarray, "L S"], num_context: int) -> float:

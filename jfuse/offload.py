@@ -1,13 +1,23 @@
-"""Moves layers between host and device ahead of their use: the only place that names transfers."""
+"""Moves arrays between host and device ahead of their use: the only place that names transfers and memory kinds.
+
+Transfers start at once and end by themselves; whoever computes on a moved array waits for it on the device, not here.
+"""
 
 import collections
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 Layer = TypeVar("Layer")
+
+PINNED = "pinned_host"
+ALIGNMENT = 64  # of host arrays that a CPU device may use in place
+_noticed: set[str] = set()
 
 
 def prefetch(
@@ -24,3 +34,100 @@ def prefetch(
         queue.append(put(layer))
         yield queue.popleft()
     yield from queue
+
+
+def device_of(tree: Any) -> jax.Device:
+    """The device that a pytree of arrays lies on: that of its first array, the default one if it has none."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    first = next(arrays, None)
+    return jax.devices()[0] if first is None else min(first.devices(), key=lambda device: device.id)
+
+
+def to_device(tree: Any, device: jax.Device) -> Any:
+    """Starts moving a pytree to the device. What lies there already is left alone; aligned arrays may be aliased."""
+
+    def move(leaf: Any) -> jax.Array:
+        if not isinstance(leaf, jax.Array):
+            with jax.default_device(device):  # uncommitted, as everything else of a request is
+                return jax.device_put(leaf)
+        here = leaf.sharding.memory_kind in (None, device.default_memory().kind) and leaf.devices() == {device}
+        return leaf if here else jax.device_put(leaf, SingleDeviceSharding(device))
+
+    return jax.tree.map(move, tree)
+
+
+def fetch(tree: Any) -> Any:
+    """Inside a jitted function: operands that lie in pinned host memory, moved to the device's own."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+
+
+def host_memory(device: jax.Device, *, pinned: bool | None = None) -> str:
+    """The kind of host memory that serves a device best: "pinned_host", or "ordinary" where that gains nothing.
+
+    Pinned pages move at the link's full speed and without the host's help. A CPU device has the kind as well, but its
+    own memory is host memory: ordinary arrays are used in place there, and pinned ones would be copied.
+
+    Args:
+        pinned: True asks for pinned memory on any device that has it; False does without; None decides as above. Where
+            a device lacks the kind there is one notice, a `RuntimeWarning`.
+    """
+    has_kind = any(memory.kind == PINNED for memory in device.addressable_memories())
+    wanted = device.platform != "cpu" if pinned is None else pinned
+    if wanted and not has_kind:
+        _notice(device.platform, f"{device.platform} devices have no {PINNED} memory here")
+    return PINNED if wanted and has_kind else "ordinary"
+
+
+def pinned_like(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.ShapeDtypeStruct:
+    """The description of an array in pinned host memory, for lowering."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device, memory_kind=PINNED))
+
+
+def to_host(tree: Any, device: jax.Device, kind: str) -> Any:
+    """A pytree of frozen NumPy arrays in host memory of the given kind, from where `to_device` moves it.
+
+    Pinned memory that is full gives way to ordinary memory, with one notice.
+    """
+    if kind != PINNED:
+        return tree
+    try:
+        return jax.block_until_ready(jax.device_put(tree, SingleDeviceSharding(device, memory_kind=PINNED)))
+    except jax.errors.JaxRuntimeError as error:
+        _notice("full", f"{PINNED} memory is full ({str(error).splitlines()[0]})")
+        return tree
+
+
+def _notice(what: str, reason: str) -> None:
+    """Warns once a process."""
+    if what not in _noticed:
+        _noticed.add(what)
+        warnings.warn(
+            f"{reason}; chunks are kept in ordinary host memory, which may move more slowly. Results do not change.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def staged(array: Any, rows: int) -> Any:
+    """A host array as it may wait for its transfer: at least `rows` long, and never written again.
+
+    A read-only array is its owner's promise and is taken as it is (a store's views are); one that could still be
+    refilled is copied, because a transfer may read it late and a CPU device may even use it in place. Arrays of JAX are
+    immutable and pass.
+    """
+    if isinstance(array, jax.Array) or (not array.flags.writeable and array.shape[0] >= rows):
+        return array
+    return frozen_copy(array, max(rows, array.shape[0]))
+
+
+def frozen_copy(array: Any, rows: int) -> np.ndarray:
+    """A read-only, aligned copy with `rows` rows, zeros after the given ones."""
+    array = np.asarray(array)
+    count = rows * int(np.prod(array.shape[1:])) * array.dtype.itemsize
+    space = np.empty(count + ALIGNMENT, np.uint8)
+    start = -space.ctypes.data % ALIGNMENT
+    copy = space[start : start + count].view(array.dtype).reshape(rows, *array.shape[1:])
+    copy[: array.shape[0]] = array
+    copy[array.shape[0] :] = 0
+    copy.flags.writeable = False
+    return copy

@@ -6,7 +6,7 @@ exactly the same token ids.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jfuse.account import make_report
+from jfuse.account import Served, make_report
 from jfuse.anchors import AnchorRule
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, Implementation, round_up
@@ -76,16 +76,33 @@ class _Clock:
         self._last = now
 
 
-class Served(NamedTuple):
-    """The outcome of `serve` up to the first token."""
+def begin(
+    model: Model,
+    source: Source,
+    selector: Selector,
+    config: FusionConfig = FusionConfig(),
+    *,
+    prefix: ContextCache | None = None,
+    anchor_rule: AnchorRule | None = None,
+    put: Callable[[Any], Any] | None = None,
+) -> Incoming:
+    """Lays out a request and plans its loading; `serve` starts that, or `start` does, while the request still waits.
 
-    first: Float[Array, " V"]
-    context: ContextCache
-    queried: Prefill
-    selection: Selection
-    rows: tuple[int, ...]
-    budget: int
-    stages: dict[str, float]
+    Args:
+        anchor_rule: what chunks that are lost meanwhile are encoded with; the model's default rule by default.
+        put: starts moving arrays to the device; injected by tests.
+    """
+    return Incoming(
+        model,
+        source,
+        make_layout(source.tokens, prefix_tokens(prefix), pad_to=config.pad_to),
+        selector.view,
+        encode=lambda tokens: encode_chunk(model, tokens, anchor_rule=anchor_rule),
+        prefix=prefix,
+        pad_to=config.pad_to,
+        ahead=config.ahead,
+        put=put,
+    )
 
 
 def serve(
@@ -97,70 +114,78 @@ def serve(
     *,
     prefix: ContextCache | None = None,
     params: object = None,
+    incoming: Incoming | None = None,
 ) -> Served:
-    """Fuses one request and computes the logits of its first answer token. Checked input only; `answer` checks."""
+    """Fuses one request and computes the logits of its first answer token. Checked input only; `answer` checks.
+
+    Args:
+        incoming: what `begin` returned for this request, if loading has begun.
+
+    Raises:
+        Stopped: `incoming` was stopped meanwhile.
+    """
     clock = _Clock()
-    layout = make_layout(source.tokens, prefix_tokens(prefix), pad_to=config.pad_to)
-    write = layer_writer(layout, model.config.rope)
+    with begin(model, source, selector, config, prefix=prefix) if incoming is None else incoming as incoming:
+        timeline, context = incoming.timeline, incoming.context
+        began = timeline.now
+        anchors = incoming.anchors()
+        evidence = probe(
+            model,
+            question.tokens,
+            anchors,
+            context,
+            selector.view,
+            scoring=question.scoring,
+            implementation=config.implementation,
+        )
+        k = budget_for(selector, config.ratio, context.sizes(len(question.tokens)))
+        selection = select(selector, evidence, k, num_layers=model.config.num_layers, params=params)
+        work = fusion_work(selection, context.segments)  # waits for the device
+        timeline.add(Event("select", None, began, timeline.now))
+        clock.lap("select")
 
-    def layer(l: int) -> LayerKV:
-        return write(source.layer(l), None if prefix is None else prefix.kv[l])
-
-    view = selector.view
-    seen = _LayersOnDemand(layer, model.config.num_layers)  # a selector's view is all that is read before it chooses
-    context = ContextCache(layout.tokens, layout.positions, layout.segments, cast(KVCache, seen))
-    anchors = _view_anchors(model, source, layout, selector, config, prefix)
-    evidence = probe(
-        model, question.tokens, anchors, context, view, scoring=question.scoring, implementation=config.implementation
+        del evidence, anchors  # the view's layers are fused in place now
+        fused = _fuse_arriving(model, incoming, selection, work, config)
+        clock.lap("fuse")
+        began = timeline.now
+        first, queried = prefill_query(model, fused, question.tokens, implementation=config.implementation)
+        first.block_until_ready()
+        timeline.add(Event("query", None, began, timeline.now))
+        clock.lap("query")
+    targets = k[0] if isinstance(k, tuple) else k
+    return Served(
+        first, fused, queried, selection, work.rows, targets, clock.stages, timeline.events(), dict(incoming.lost)
     )
-    k = budget_for(selector, config.ratio, context.sizes(len(question.tokens)))
-    selection = select(selector, evidence, k, num_layers=model.config.num_layers, params=params)
-    work = fusion_work(selection, layout.segments)  # waits for the device
-    clock.lap("select")
 
-    del evidence  # its layers are fused in place now
-    layers = prefetch((seen.pop(l) for l in range(model.config.num_layers)), ahead=config.ahead, put=lambda x: x)
-    fused = fuse(
+
+def _fuse_arriving(
+    model: Model, incoming: Incoming, selection: Selection, work: Work, config: FusionConfig
+) -> ContextCache:
+    """Fuses layers as they come in. Layers are handed out only `ahead` beyond the last one that is done."""
+    fused: list[LayerKV] = []
+
+    def arriving() -> Iterator[LayerKV]:
+        for l in range(model.config.num_layers):
+            if l > config.ahead:
+                jax.block_until_ready(fused[l - config.ahead - 1])
+            yield incoming.pop(l)
+
+    layers = fuse_layers(
         model,
-        context._replace(kv=cast(KVCache, layers)),
+        incoming.context._replace(kv=cast(KVCache, arriving())),
         selection,
-        work=work,
+        work,
         row_block=config.row_block,
         donate=True,
         implementation=config.implementation,
     )
-    jax.block_until_ready(fused.kv)
-    clock.lap("fuse")
-    first, queried = prefill_query(model, fused, question.tokens, implementation=config.implementation)
-    first.block_until_ready()
-    clock.lap("query")
-    targets = k[0] if isinstance(k, tuple) else k
-    return Served(first, fused, queried, selection, work.rows, targets, clock.stages)
-
-
-def _view_anchors(
-    model: Model,
-    source: Source,
-    layout: Layout,
-    selector: Selector,
-    config: FusionConfig,
-    prefix: ContextCache | None,
-) -> AnchorCache | None:
-    """The compact cache that the selector's token view asks for. The view's deepest layer attends to nothing."""
-    view = selector.view
-    if view.tokens not in ("prefix", "anchors"):
-        return None
-    depth = max(view.layer_indices(model.config.num_layers))
-    blocks = source.anchors(view.anchor_ratio, depth) if view.tokens == "anchors" else []
-    return stitch_anchors(
-        blocks,
-        model.config.rope,
-        layout,
-        prefix=prefix,
-        ratio=view.anchor_ratio,
-        pad_to=config.pad_to,
-        layers=range(depth),
-    )
+    for l, layer in enumerate(layers):
+        fused.append(layer)
+        if work.rows[l]:
+            dispatched = incoming.timeline.now
+            incoming.timeline.follow(Event("fuse", l, dispatched, dispatched), layer)
+    jax.block_until_ready(fused)
+    return incoming.context._replace(kv=tuple(fused))
 
 
 class Prefilled(NamedTuple):
@@ -206,32 +231,38 @@ def answer(
     prefix: ContextCache | None = None,
     max_new_tokens: int = 32,
     params: object = None,
+    host: HostTier | None = None,
 ) -> Answer:
     """Answers one question over retrieved chunks: the serving door.
 
     Args:
         chunks: in retrieved order, each an id that `store.put` returned or the passage's token ids. Passages that
-            the store cannot serve are encoded now and put; empty ones are left out; the report says which and why.
+            the store cannot serve are encoded now and stored once the answer is there; empty ones are left out; the
+            report says which and why.
         query: the text after the context, or its tokens with the span that scores. Text scores in full.
         prefix: the exact cache of the system prefix, from `encode_prefix`.
         params: parameters of a learned selector.
+        host: chunks of this store that lie in host memory; the others are read from the store.
 
     Raises:
         ValueError: nothing to ask or to read, ids outside the vocabulary, or more positions than the model serves.
-        ChunkMiss: an id whose chunk is gone or damaged; ids alone cannot be recomputed, passages can.
+        ChunkMiss: an id whose chunk is gone or damaged; ids alone cannot be recomputed, passages can. A chunk that is
+            found damaged later, while it is read, is encoded again.
     """
-    with Compilations() as compiled:
+    with Compilations() as compiled, ExitStack() as held:
         question = _question(model, query)
         after_chunks = len(question.tokens) + max_new_tokens + (0 if prefix is None else prefix.end)
         given = sum(len(chunk) for chunk in chunks if not isinstance(chunk, str))
         model.config.check_length(given + after_chunks)  # before anything is encoded
-        ids, computed, missed, skipped = _find(model, store, chunks)
-        with store.hold([id for i, id in enumerate(ids) if i not in computed]):
-            source = StoredChunks(store, ids, computed)
-            model.config.check_request(sum(len(tokens) for tokens in source.tokens) + after_chunks)
-            selector.view.layer_indices(model.config.num_layers)
-            served = serve(model, source, question, selector, config, prefix=prefix, params=params)
-        stop = stop_ids(model)
+        selector.view.layer_indices(model.config.num_layers)
+        clock = _Clock()
+        found = _find(model, store, chunks, held, host)
+        source = StoredChunks(store, found.ids, found.computed, host=host)
+        clock.lap("find")
+        model.config.check_request(sum(len(tokens) for tokens in source.tokens) + after_chunks)
+        incoming = begin(model, source, selector, config, prefix=prefix, anchor_rule=store.anchor_rule)
+        served = serve(model, source, question, selector, config, prefix=prefix, params=params, incoming=incoming)
+        served = served._replace(stages=clock.stages | served.stages)
         clock = _Clock()
         tokens = np.asarray(
             list(
@@ -242,73 +273,30 @@ def answer(
                     served.first,
                     len(question.tokens),
                     max_new_tokens,
-                    stop,
+                    stop_ids(model),
                     config.implementation,
                 )
             ),
             np.int32,
         )
         clock.lap("decode")
+    for chunk in {id(chunk): chunk for chunk in source.computed.values()}.values():
+        store.put(chunk)
+    missed = found.missed | served.lost
     report = make_report(
         model,
         selector,
         config,
         served,
         len(question.tokens),
-        hits=len(ids) - len(missed),
+        hits=len(found.ids) - len(missed),
         missed=missed,
-        skipped=skipped,
+        skipped=found.skipped,
         compilations=compiled.count,
         decode=clock.stages["decode"],
     )
     text = model.tokenizer.decode(tokens) if model.tokenizer is not None else None
     return Answer(text, tokens, served.selection, report)
-
-
-def make_report(
-    model: Model,
-    selector: Selector,
-    config: FusionConfig,
-    served: Served,
-    num_query: int,
-    *,
-    hits: int = 0,
-    missed: dict[int, str] | None = None,
-    skipped: tuple[int, ...] = (),
-    compilations: int = 0,
-    decode: float = 0.0,
-) -> Report:
-    """The account of a served request."""
-    context, view = served.context, selector.view
-    num_prefix = int((np.asarray(context.segments) == PREFIX_SEGMENT).sum())
-    num_context, itemsize = context.num_tokens, np.dtype(model.dtype).itemsize
-    fusion = costs.fusion_cost(model.config, context, served.selection)
-    query = costs.prefill_cost(model.config, num_query, past=context.end)
-    visible = costs.num_visible(view, num_prefix, num_context)
-    probed = costs.probe_cost(model.config, view, num_query=num_query, num_visible=visible, num_context=num_context)
-    return Report(
-        selector=selector.name,
-        ratio=selector.ratio if config.ratio is None else config.ratio,
-        realised_ratio=costs.realised_ratio(np.asarray(served.selection.recompute), num_context),
-        budget=served.budget,
-        num_prefix=num_prefix,
-        num_context=num_context,
-        num_query=num_query,
-        rows=served.rows,
-        edges=fusion.edges,
-        flops=fusion.flops + query.flops + probed.flops,
-        full_flops=costs.prefill_cost(model.config, context.end + num_query).flops,
-        hits=hits,
-        missed=missed or {},
-        skipped=skipped,
-        selection_bytes=costs.selection_bytes(
-            model.config, view, num_prefix=num_prefix, num_context=num_context, itemsize=itemsize
-        ),
-        total_bytes=num_context * model.config.kv_bytes_per_token(itemsize),
-        stages=served.stages | {"decode": decode},
-        ttft=sum(served.stages.values()),
-        compilations=compilations,
-    )
 
 
 def _question(model: Model, query: str | Question) -> Question:
@@ -319,29 +307,49 @@ def _question(model: Model, query: str | Question) -> Question:
     return Question(check_ids(model.tokenizer.encode(query), model.config.vocab_size, "query"))
 
 
+class _Found(NamedTuple):
+    """What became of the chunks that were asked for."""
+
+    ids: list[str]  # in order, empty ones left out
+    computed: dict[int, Chunk]  # those that the store could not serve
+    missed: dict[int, str]  # why
+    skipped: tuple[int, ...]  # empty ones, by their place in the request
+
+
 def _find(
-    model: Model, store: ChunkStore, chunks: Sequence[str | Int[np.ndarray, " _"]]
-) -> tuple[list[str], dict[int, Chunk], dict[int, str], tuple[int, ...]]:
-    """Ids of all chunks in order; those that had to be computed, with the reason; indices of empty ones."""
+    model: Model,
+    store: ChunkStore,
+    chunks: Sequence[str | Int[np.ndarray, " _"]],
+    held: ExitStack,
+    host: HostTier | None,
+) -> _Found:
+    """Finds every chunk or encodes it. Found ones are held from that moment on, so that none is evicted meanwhile."""
     ids: list[str] = []
     computed: dict[int, Chunk] = {}
     missed: dict[int, str] = {}
     skipped = []
+    encoded: dict[str, Chunk] = {}
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, str):
+            if host is None or host.get(chunk) is None:
+                held.enter_context(store.hold([chunk]))
             ids.append(chunk)
             continue
         if len(chunk) == 0:
             skipped.append(index)
             continue
         found = store.lookup(check_ids(chunk, model.config.vocab_size, f"chunk {index}"))
-        if not found.hit:
-            missed[len(ids)] = found.reason
-            made = encode_chunk(model, chunk)
-            store.put(made)
-            if found.id not in store:
-                computed[len(ids)] = made
-        ids.append(found.id)
+        id, reason = found.id, found.reason
+        if found.hit:
+            try:
+                held.enter_context(store.hold([id]))
+            except ChunkMiss as miss:  # it went between the two looks
+                reason = miss.reason
+        if reason and (host is None or host.get(id) is None):
+            if id not in encoded:
+                encoded[id] = encode_chunk(model, chunk, anchor_rule=store.anchor_rule)
+            missed[len(ids)], computed[len(ids)] = reason, encoded[id]
+        ids.append(id)
     if not ids:
         raise ValueError(f"The request has no chunk with tokens (got {len(chunks)}); give at least one passage.")
-    return ids, computed, missed, tuple(skipped)
+    return _Found(ids, computed, missed, tuple(skipped))

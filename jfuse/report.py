@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jfuse.timeline import Event, Transfer, transfers
+
 
 @dataclass(frozen=True)
 class Report:
@@ -18,6 +20,8 @@ class Report:
         stages: seconds per stage; `ttft` is their sum up to the first token's id on the host.
         compilations: XLA compilations during the request; a warm request has none.
         fallbacks: what ran otherwise than asked, with the reason.
+        events: reads, transfers and compute with their times; `plot.timeline` draws them.
+        full_prefill_estimate: seconds that a full prefill would take at the speed of this request's own recomputation.
     """
 
     selector: str
@@ -40,15 +44,47 @@ class Report:
     ttft: float = 0.0
     compilations: int = 0
     fallbacks: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
+    full_prefill_estimate: float = 0.0
 
     @property
     def flop_limit(self) -> float:
         """The speed-up over full prefill that counting FLOPs allows."""
         return self.full_flops / self.flops
 
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Bytes and seconds per stage and tier."""
+        return transfers(self.events)
+
+    @property
+    def full_prefill_faster(self) -> bool:
+        """Whether this request would have been served sooner without any cache."""
+        return 0.0 < self.full_prefill_estimate < self.ttft
+
+    @property
+    def advice(self) -> str:
+        """What to do instead, or nothing."""
+        if not self.full_prefill_faster:
+            return ""
+        loading = sum(part.seconds for part in self.transfers)
+        return (
+            f"full prefill would take about {self.full_prefill_estimate:.2f} s, less than this request's "
+            f"{self.ttft:.2f} s (of which loading took {loading:.2f} s); use a faster tier, or do not fuse."
+        )
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, the FLOP limit included."""
-        return dataclasses.asdict(self) | {"flop_limit": self.flop_limit}
+        """Plain values for JSON, with what follows from them."""
+        return {name: getattr(self, name) for name in (f.name for f in dataclasses.fields(self))} | {
+            "rows": list(self.rows),
+            "skipped": list(self.skipped),
+            "fallbacks": list(self.fallbacks),
+            "events": [event._asdict() for event in self.events],
+            "transfers": [part._asdict() | {"gb_per_s": part.gb_per_s} for part in self.transfers],
+            "flop_limit": self.flop_limit,
+            "full_prefill_faster": self.full_prefill_faster,
+            "advice": self.advice,
+        }
 
 
 class Compilations:

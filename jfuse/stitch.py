@@ -5,17 +5,17 @@ The same pieces work on whole chunks and layer by layer, while later layers are 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jfuse.config import anchor_bucket, chunk_bucket, context_bucket
 from jfuse.models.rope import Rope, angles
-from jfuse.pallas.place import place
+from jfuse.pallas.place import place, place_half
 from jfuse.pallas.rotate import rotate
 from jfuse.types import (
     PAD_POSITION,
@@ -28,6 +28,9 @@ from jfuse.types import (
     ContextCache,
     LayerKV,
 )
+
+ChunkHalf = Float[AnyArray, "_ K H"]
+ContextHalf = Float[Array, "S K H"]
 
 
 class Layout(NamedTuple):
@@ -84,9 +87,9 @@ def stitch(chunks: Sequence[Chunk], rope: Rope, *, prefix: ContextCache | None =
     if not chunks:
         raise ValueError("stitch got no chunks; a request needs at least one (use prefill for a plain prompt).")
     layout = make_layout([chunk.tokens for chunk in chunks], prefix_tokens(prefix), pad_to=pad_to)
-    write = layer_writer(layout, rope)
+    write = LayerWriter(layout, rope)
     layers = zip(*(chunk.kv for chunk in chunks), strict=True)
-    kv = tuple(write(list(pieces), None if prefix is None else prefix.kv[l]) for l, pieces in enumerate(layers))
+    kv = tuple(write.whole(list(pieces), None if prefix is None else prefix.kv[l]) for l, pieces in enumerate(layers))
     return ContextCache(layout.tokens, layout.positions, layout.segments, kv)
 
 
@@ -95,28 +98,50 @@ def prefix_tokens(prefix: ContextCache | None) -> Int[np.ndarray, " P"] | None:
     return None if prefix is None else np.asarray(prefix.tokens)[: prefix.end]
 
 
-def layer_writer(layout: Layout, rope: Rope) -> Callable[[Sequence[LayerKV], LayerKV | None], LayerKV]:
-    """A function that stitches one layer, `(chunk layers, prefix layer) -> context layer`; tables are made once."""
-    tables = [
-        _angles(rope, np.arange(chunk_bucket(length), dtype=np.int32) + start)
-        for start, length in zip(layout.starts, layout.lengths, strict=True)
-    ]
+class LayerWriter:
+    """Stitches the layers of one request one by one, from chunk layers and the prefix; RoPE tables are made once."""
 
-    def write(pieces: Sequence[LayerKV], prefix: LayerKV | None) -> LayerKV:
-        layer = _open_buffer(prefix, len(layout.tokens), *pieces[0].k.shape[1:], pieces[0].k.dtype)
-        for piece, start, length, table in zip(pieces, layout.starts, layout.lengths, tables, strict=True):
-            layer = place(layer, pad_rows(piece, chunk_bucket(length)), np.int32(start), np.int32(length), *table)
+    def __init__(self, layout: Layout, rope: Rope):
+        self._size = len(layout.tokens)
+        self._spans = [
+            (np.int32(start), np.int32(length), _angles(rope, np.arange(chunk_bucket(length), dtype=np.int32) + start))
+            for start, length in zip(layout.starts, layout.lengths, strict=True)
+        ]
+
+    def whole(self, pieces: Sequence[LayerKV], prefix: LayerKV | None) -> LayerKV:
+        """A layer from its chunks' keys and values."""
+        layer = self._open(pieces[0].k, prefix)
+        for piece, (start, length, table) in zip(pieces, self._spans, strict=True):
+            layer = place(layer, pad_rows(piece, chunk_bucket(int(length))), start, length, *table)
         return layer
 
-    return write
+    def keys(self, keys: Sequence[ChunkHalf], prefix: LayerKV | None) -> LayerKV:
+        """A layer from its chunks' keys alone; the chunks' values are zeros as yet."""
+        layer = self._open(keys[0], prefix)
+        return layer._replace(k=self._half(layer.k, keys, rotated=True))
+
+    def values(self, layer: LayerKV, values: Sequence[ChunkHalf]) -> LayerKV:
+        """The layer that `keys` made, which is used up, with its chunks' values."""
+        return layer._replace(v=self._half(layer.v, values, rotated=False))
+
+    def _open(self, like: Any, prefix: LayerKV | None) -> LayerKV:
+        return _open_buffer(prefix, self._size, *like.shape[1:], like.dtype)
+
+    def _half(self, half: ContextHalf, pieces: Sequence[ChunkHalf], *, rotated: bool) -> ContextHalf:
+        for piece, (start, length, table) in zip(pieces, self._spans, strict=True):
+            rows = pad_rows(piece, chunk_bucket(int(length)))
+            half = place_half(half, rows, start, length, table if rotated else None)
+        return half
 
 
-def pad_rows(layer: LayerKV, size: int) -> LayerKV:
-    """A chunk layer with at least `size` rows. Chunks on the host are padded there; resident ones come padded."""
-    missing = size - layer.k.shape[0]
-    return (
-        jax.tree.map(lambda a: np.pad(np.asarray(a), ((0, missing), (0, 0), (0, 0))), layer) if missing > 0 else layer
-    )
+def pad_rows(layer: Any, size: int) -> Any:
+    """A chunk layer, or half of one, with at least `size` rows. Chunks on the host are padded there."""
+
+    def pad(half: Any) -> Any:
+        missing = size - half.shape[0]
+        return np.pad(np.asarray(half), ((0, missing), (0, 0), (0, 0))) if missing > 0 else half
+
+    return jax.tree.map(pad, layer)
 
 
 _angles = jax.jit(angles, static_argnames="rope")

@@ -51,8 +51,16 @@ class ChunkStore:
         (True, 'absent')
     """
 
-    def __init__(self, tier: Tier, fingerprint: Fingerprint | None, *, anchor_ratio: float = 0.1):
+    def __init__(
+        self,
+        tier: Tier,
+        fingerprint: Fingerprint | None,
+        *,
+        anchor_ratio: float = 0.1,
+        anchor_rule: AnchorRuleLike | None = None,
+    ):
         self.fingerprint = fingerprint
+        self.anchor_rule: Any = anchor_rule  # what missing chunks are to be encoded with; None: the model's default
         self.anchor_ratio = checked_ratio(anchor_ratio, name="anchor_ratio")
         self._tier = tier
         self._shelf = Shelf(tier)
@@ -93,7 +101,7 @@ class ChunkStore:
             raise StoreError(
                 f"format_version is {fingerprint.format_version}; this jfuse writes {FORMAT_VERSION} only."
             )
-        store = cls(tier_at(str(url), max_bytes), fingerprint, anchor_ratio=anchor_ratio)
+        store = cls(tier_at(str(url), max_bytes), fingerprint, anchor_ratio=anchor_ratio, anchor_rule=anchor_rule)
         store._refresh(refuse_newer=True)
         store._tier.trim()
         return store
