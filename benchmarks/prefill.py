@@ -31,7 +31,7 @@ def main() -> None:
     model = load_model("smollm2-135m")
     path = embedded_file()
     # transformers asks for accelerate before it reads a GGUF file, but does not use it on a CPU.
-    transformers.modeling_utils.is_accelerate_available = lambda: True
+    transformers.modeling_utils.is_accelerate_available = lambda: True  # pyright: ignore[reportPrivateImportUsage]
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()

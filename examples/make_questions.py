@@ -1,4 +1,4 @@
-"""Draws the demo's candidate questions and measures them: python examples/make_questions.py
+"""Draws the demo's candidate questions and measures them. Usage: python examples/make_questions.py.
 
 Forty-eight candidates, needles in real passages and quoted sentences, are drawn with fixed seeds. Kept are those
 that full prefill answers rightly; no selector is looked at for that. Then all of them, kept or not, are served by

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jfuse.config import chunk_bucket
-from jfuse.offload import frozen_copy, host_memory, to_host
+from jfuse.offload import Device, frozen_copy, host_memory, to_host
 from jfuse.store import ChunkId, ChunkStore
 from jfuse.types import ChunkAnchors, KVCache
 
@@ -41,7 +41,7 @@ class HostTier:
         store: ChunkStore,
         *,
         max_bytes: int | None = None,
-        device: jax.Device | None = None,
+        device: Device | None = None,
         pinned: bool | None = None,
     ):
         """Opens an empty tier.

@@ -7,13 +7,14 @@ import collections
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 Layer = TypeVar("Layer")
+Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 
 PINNED = "pinned_host"
 ALIGNMENT = 64  # of host arrays that a CPU device may use in place
@@ -36,14 +37,14 @@ def prefetch(
     yield from queue
 
 
-def device_of(tree: Any) -> jax.Device:
+def device_of(tree: Any) -> Device:
     """The device that a pytree of arrays lies on: that of its first array, the default one if it has none."""
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     first = next(arrays, None)
     return jax.devices()[0] if first is None else min(first.devices(), key=lambda device: device.id)
 
 
-def to_device(tree: Any, device: jax.Device) -> Any:
+def to_device(tree: Any, device: Device) -> Any:
     """Starts moving a pytree to the device. What lies there already is left alone; aligned arrays may be aliased."""
 
     def move(leaf: Any) -> jax.Array:
@@ -61,7 +62,7 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
 
 
-def host_memory(device: jax.Device, *, pinned: bool | None = None) -> str:
+def host_memory(device: Device, *, pinned: bool | None = None) -> str:
     """The kind of host memory that serves a device best: "pinned_host", or "ordinary" where that gains nothing.
 
     Pinned pages move at the link's full speed and without the host's help. A CPU device has the kind as well, but its
@@ -78,12 +79,12 @@ def host_memory(device: jax.Device, *, pinned: bool | None = None) -> str:
     return PINNED if wanted and has_kind else "ordinary"
 
 
-def pinned_like(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.ShapeDtypeStruct:
+def pinned_like(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.ShapeDtypeStruct:
     """The description of an array in pinned host memory, for lowering."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device, memory_kind=PINNED))
 
 
-def to_host(tree: Any, device: jax.Device, kind: str) -> Any:
+def to_host(tree: Any, device: Device, kind: str) -> Any:
     """A pytree of frozen NumPy arrays in host memory of the given kind, from where `to_device` moves it.
 
     Pinned memory that is full gives way to ordinary memory, with one notice.

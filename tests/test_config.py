@@ -83,10 +83,11 @@ def test_ratios_that_are_no_numbers_are_refused():
     assert FusionConfig().ratio is None
 
 
-@pytest.mark.parametrize("field", ["pad_to", "row_block", "ahead"])
-def test_sizes_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"FusionConfig.{field} is 0"):
-        FusionConfig(**{field: 0})
+@pytest.mark.parametrize(("field", "value"), [("pad_to", 0), ("row_block", 0), ("ahead", -1)])
+def test_sizes_below_the_least_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"FusionConfig.{field} is {value}"):
+        FusionConfig(**{field: value})
+    assert FusionConfig(ahead=0).ahead == 0  # synchronous
 
 
 def test_unknown_choices_are_refused():

@@ -100,7 +100,7 @@ def working(message: str) -> Iterator[None]:
         yield
 
 
-def as_megabytes(num_bytes: float) -> str:
+def as_megabytes(num_bytes: int) -> str:
     """Bytes for people."""
     return f"{num_bytes / 1e6:,.1f} MB"
 

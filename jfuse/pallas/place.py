@@ -30,9 +30,7 @@ def place(
     Args:
         cos, sin: the RoPE table of the chunk's rows at their request positions (`models.rope.angles`).
     """
-    return LayerKV(
-        _write(buffer.k, rotate(chunk.k, cos, sin), start, length), _write(buffer.v, chunk.v, start, length)
-    )
+    return LayerKV(_write(buffer.k, rotate(chunk.k, cos, sin), start, length), _write(buffer.v, chunk.v, start, length))
 
 
 @functools.partial(jax.jit, donate_argnames="buffer")
