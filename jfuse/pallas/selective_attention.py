@@ -93,6 +93,7 @@ def _forward(*arguments):
 
 def _backward(arguments, cotangents):
     q, k, v, *where = arguments
+    where = jax.tree.map(jnp.asarray, where)  # constants come back as Python numbers
     _, pull = jax.vjp(lambda q, k, v: dense_attention(q, k, v, *where), q, k, v)
     return *pull(cotangents), None, None, None, None
 
