@@ -265,7 +265,7 @@ def soft_fuse(model: Model, context: ContextCache, selection: Selection, *, rema
         q, k, v = project(config, block, x)
         weight = weight.astype(jnp.float32)[:, None, None]
         new = LayerKV(rotate(k, rows.cos, rows.sin), v)
-        mixed = jax.tree.map(lambda n, p: (weight * n + (1 - weight) * p).astype(p.dtype), new, pic)
+        mixed = jax.tree.map(lambda n, p: _mix(weight, n, p), new, pic)
         attended = soft_attention(
             rotate(q, rows.cos, rows.sin), mixed.k, mixed.v, positions, weights=seen, window=selection.window
         )
@@ -274,6 +274,10 @@ def soft_fuse(model: Model, context: ContextCache, selection: Selection, *, rema
     body = jax.checkpoint(body) if remat else body
     _, kv = jax.lax.scan(body, x, (model.params["blocks"], pic, selection.recompute, visible))
     return context._replace(kv=tuple(LayerKV(kv.k[l], kv.v[l]) for l in range(config.num_layers)))
+
+
+def _mix(weight: Float[Array, "S 1 1"], new: Float[Array, "S K H"], pic: Float[Array, "S K H"]):
+    return (weight * new.astype(jnp.float32) + (1 - weight) * pic.astype(jnp.float32)).astype(pic.dtype)
 
 
 def cache_error(a: ContextCache, b: ContextCache) -> Float[Array, " L"]:

@@ -30,7 +30,7 @@ PASSAGES = [
     {"id": "amstel", "text": "The Amstel flows through Amsterdam."},
     {"id": "thames", "text": "The Thames flows through London. " * 9},
 ]
-TEMPLATE = "<s>user\n{{ messages[-1].content }}</s>\n<s>assistant\n"
+TEMPLATE = "<s>user\n{{ messages[-1].content }}</s>\n<s>assistant"
 
 
 def hf_tensors(params, config) -> dict[str, np.ndarray]:
@@ -123,7 +123,7 @@ def as_json(run):
 def store(folder, passages, tmp_path_factory) -> Path:
     """A store that holds the passages."""
     path = tmp_path_factory.mktemp("stores") / "store"
-    assert main(["encode", str(passages), "--store", str(path), "--model", str(folder), "--chunk-tokens", "64"]) == 0
+    assert main(["encode", str(passages), "--store", str(path), "--model", str(folder), "--chunk-tokens", "32"]) == 0
     return path
 
 
@@ -140,15 +140,16 @@ def greedy(reference: Reference, ids, count: int) -> list[int]:
 
 def test_encode_then_skip_what_is_stored(as_json, folder, passages, model):
     """The chunks are the passages' own tokens, long ones cut evenly; a second run encodes nothing."""
-    first = as_json("encode", passages, "--store", "store", "--model", folder, "--chunk-tokens", 64)
+    first = as_json("encode", passages, "--store", "store", "--model", folder, "--chunk-tokens", 32)
     assert first["encoded"] == len(first["chunks"]) and first["skipped"] == 0
     sizes = [chunk["tokens"] for chunk in first["chunks"] if chunk["passage"] == "thames"]
-    assert len(sizes) > 1 and max(sizes) <= 64 and max(sizes) - min(sizes) <= 1
+    assert len(sizes) > 1 and max(sizes) <= 32 and max(sizes) - min(sizes) <= 1
     store = ChunkStore.open("store", model)
     tokens = store.tokens([chunk["id"] for chunk in first["chunks"]])
     text = "".join(model.tokenizer.decode(piece) for piece in tokens)
-    assert text == "".join(f"{p['title']}\n" * ("title" in p) + p["text"] + "\n\n" for p in PASSAGES)
-    second = as_json("encode", passages, "--store", "store", "--model", folder, "--chunk-tokens", 64)
+    titles = ("Nile\n", "", "")
+    assert text == "".join(title + p["text"] + "\n\n" for title, p in zip(titles, PASSAGES, strict=True))
+    second = as_json("encode", passages, "--store", "store", "--model", folder, "--chunk-tokens", 32)
     assert (second["encoded"], second["skipped"]) == (0, len(first["chunks"]))
     assert [chunk["id"] for chunk in second["chunks"]] == [chunk["id"] for chunk in first["chunks"]]
     assert all(chunk["was_stored"] for chunk in second["chunks"])
@@ -171,11 +172,14 @@ def test_encode_reads_text_files_and_folders(as_json, folder, tmp_path):
     ]
 
 
+@pytest.mark.filterwarnings("default")
 def test_encode_fails_if_the_store_does_not_keep_all(run, folder, passages):
     """C-07: a cap that is too small is an error here, not a warning in passing."""
     code, out, err = run("encode", passages, "--store", "store", "--model", folder, "--max-bytes", 20_000)
     assert code == 1 and out == ""
-    assert re.search(r"did not keep \d of 3 chunks; free space or raise --max-bytes", err)
+    warning, error = err.splitlines()
+    assert warning.startswith("jfuse: warning: ") and "did not take a chunk" in warning
+    assert re.search(r"did not keep \d of 3 chunks; free space or raise --max-bytes", error)
 
 
 def test_inspect_a_store_and_a_chunk(run, as_json, store, model):
@@ -227,10 +231,10 @@ def test_answer_over_all_passages_with_a_report(run, store, folder):
 
 def test_answer_over_files_encodes_what_is_missing(as_json, folder, passages):
     asked = ("answer", "Which river?", "--passages", passages, "--model", folder, "--selector", "reuse")
-    found = as_json(*asked, "--max-new-tokens", 1, "--store", "fresh", "--chunk-tokens", 64)
+    found = as_json(*asked, "--max-new-tokens", 1, "--store", "fresh", "--chunk-tokens", 32)
     assert found["report"]["ratio"] == 0.0 and found["report"]["rows"] == [0, 0]
     assert len(as_json("inspect", "fresh")["chunks"]) == len(found["chunks"])
-    assert as_json(*asked, "--max-new-tokens", 1, "--store", "fresh", "--chunk-tokens", 64)["tokens"] == found["tokens"]
+    assert as_json(*asked, "--max-new-tokens", 1, "--store", "fresh", "--chunk-tokens", 32)["tokens"] == found["tokens"]
 
 
 def test_generate_is_greedy_over_the_prompt(as_json, run, folder, model):
@@ -252,12 +256,12 @@ def test_requests_and_prompts_follow_the_chat_template(folder, model):
     start, end = (int(tokenizer.encode_template(token)[0]) for token in roles.values())
     prefix, question = make_request(tokenizer, "What is </s>?", "Read.")
     assert tokenizer.decode(prefix, skip_special=False) == "<s>user\nRead.\n\n"
-    assert tokenizer.decode(question.tokens, skip_special=False) == "What is </s>?</s>\n<s>assistant\n"
+    assert tokenizer.decode(question.tokens, skip_special=False) == "What is </s>?</s>\n<s>assistant"
     ids = np.concatenate([prefix, question.tokens]).tolist()
     assert (ids.count(start), ids.count(end)) == (2, 1)
     assert tokenizer.decode(question.tokens[question.scoring]) == "What is </s>?"
     whole = make_prompt(tokenizer, "Hi")
-    assert tokenizer.decode(whole, skip_special=False) == "<s>user\nHi</s>\n<s>assistant\n"
+    assert tokenizer.decode(whole, skip_special=False) == "<s>user\nHi</s>\n<s>assistant"
     with_bos = Tokenizer(spec, special_tokens=roles, add_bos=True)
     assert make_prompt(with_bos, "<s>", raw=True).tolist() == [start, *with_bos.encode("<s>").tolist()]
     assert make_request(with_bos, "Hi", "")[0].tolist() == [start]
@@ -507,7 +511,7 @@ def test_exit_codes(run, monkeypatch, error, code, line):
 
 def test_the_module_runs_and_help_needs_no_heavy_import():
     """stdout holds JSON alone; parsing a command line imports neither models nor pictures."""
-    lazy = {"transformers", "orbax", "matplotlib", "huggingface_hub", "gguf", "torch", "tqdm.auto"}
+    lazy = {"transformers", "orbax", "matplotlib", "huggingface_hub", "torch", "tqdm.auto"}
     code = f"import jfuse.cli, sys; sys.exit(str(sorted({lazy!r} & set(sys.modules)) or ''))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == ""
     done = subprocess.run([sys.executable, "-m", "jfuse", "models", "--json"], capture_output=True, text=True)

@@ -8,9 +8,8 @@ import pytest
 from jfuse.chunks import encode_chunk
 from jfuse.evals.compare import BANDS, compare
 from jfuse.evals.fidelity import answer_logits
-from jfuse.fuse import fuse
+from jfuse.fuse import cache_error, fuse, soft_fuse
 from jfuse.generate import generate, prefill_query, stream
-from jfuse.models.decoder import Model
 from jfuse.stitch import stitch
 from jfuse.types import Selection
 from tests.tiny import build_request
@@ -107,22 +106,23 @@ def test_requests_beyond_the_model_are_refused():
 
 
 def low_precision(model):
-    return Model(model.config, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params))
+    return model.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params))
 
 
 def test_low_precision_drifts_within_the_band():
     """N-01, pitfall 55: bfloat16 weights and caches stay bfloat16; logits stay near float32's on the same numbers."""
     request = build_request()
     low = low_precision(request.model)
-    wide = Model(low.config, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low.params))
-    recompute = request.rows(*range(0, 69, 3))
+    wide = low.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low.params))
+    chosen = select(request, np.roll(request.rows(*range(0, 69, 3)), -9, 1))  # without the prefix
     answers = []
     for model in (wide, low):
         chunks = [encode_chunk(model, chunk.tokens) for chunk in request.chunks]
         context = stitch(chunks, model.config.rope, pad_to=192)
-        fused = fuse(model, context, select(request._replace(prefix=None), np.roll(recompute, -9, 1)), row_block=96)
+        fused = fuse(model, context, chosen, row_block=96)
         assert all(leaf.dtype == model.dtype for leaf in jax.tree.leaves(fused.kv))
         answers.append(answer_logits(model, fused, request.query, np.arange(8)))
+    assert (np.asarray(cache_error(fused, soft_fuse(low, context, chosen))) < 0.02).all()  # law 4 in low precision
     result = compare(*answers, band=BANDS["bfloat16"])
     assert result.verdict != "different", result
     assert result.drift > 1e-3  # it is low precision
