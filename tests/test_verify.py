@@ -107,25 +107,22 @@ def test_an_attention_that_is_wrong_everywhere(monkeypatch):
 
 def test_a_fusion_that_touches_an_unselected_row(model, monkeypatch):
     """One stray write at ratio 0.3 fails ID-7, and at ratio 0 ID-2; at ratio 1 there is no stray row left."""
-    fuse = serving.fuse
+    fuse_layers = serving.fuse_layers
 
-    def stray(model, context, selection, **options):
-        fused = fuse(model, context, selection, **options)
+    def stray(model, context, selection, work, **options):
         rows = np.flatnonzero(~np.asarray(selection.recompute[0]) & (np.asarray(context.segments) >= 0))[:1]
-        return fused._replace(kv=tuple(LayerKV(kv.k.at[rows].add(1e-7), kv.v) for kv in fused.kv))
+        for kv in fuse_layers(model, context, selection, work, **options):
+            yield LayerKV(kv.k.at[rows].add(1e-7), kv.v)
 
-    monkeypatch.setattr(serving, "fuse", stray)
+    monkeypatch.setattr(serving, "fuse_layers", stray)
     found = failed(verify(model))
     assert {("ID-7", name) for name in NAMES[:3]} | {("ID-2", name) for name in NAMES[:3]} <= found
     assert not any(id in ("ID-1", "ID-4", "ID-5") for id, _ in found)
 
 
 def test_a_fusion_that_does_nothing(model, monkeypatch):
-    def idle(model, context, selection, **options):
-        return context._replace(kv=tuple(context.kv))
-
-    monkeypatch.setattr(serving, "fuse", idle)
-    monkeypatch.setattr(verifying, "fuse", idle)
+    monkeypatch.setattr(serving, "fuse_layers", lambda model, context, *_, **__: iter(context.kv))
+    monkeypatch.setattr(verifying, "fuse", lambda model, context, *_, **__: context)
     found = failed(verify(model))
     assert {("ID-1", "qcfuse"), ("ID-1", "random"), ("ID-1", "recompute_all"), ("ID-4", None)} <= found
 
