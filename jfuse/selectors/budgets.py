@@ -86,4 +86,4 @@ def spare_first(sizes: Sizes) -> Sizes:
 
 def first_line(thing) -> str:
     """The first line of a docstring."""
-    return (thing.__doc__ or "").strip().splitlines()[0]
+    return (thing.__doc__ or "").strip().partition("\n")[0]

@@ -128,12 +128,14 @@ def layers_in_words(view: View) -> str:
 def loaded_first(view: View, layers: str) -> str:
     """What of the cached keys and values must be readable before positions can be chosen, from the view alone."""
     kind = "keys and values" if view.values else "keys"
+    named = {"critical": "the critical layers", "one critical": "the critical layer", "all": "all layers"}
+    where = (named | {"last": "the last layer"}).get(layers, f"layer {layers}")
     return {
-        "none": f"{kind} of layer {layers}" if view.fresh else "nothing",
-        "query": f"{kind}, layers: {layers}",
-        "prefix": f"{kind}, layers: {layers}",
-        "anchors": f"anchors to the deepest layer; {kind}, layers: {layers}",
-        "context": "keys and values of " + ("all layers" if view.layers is None else f"layers 0 to {layers}"),
+        "none": f"{kind} of {where}" if view.fresh else "nothing",
+        "query": f"{kind} of {where}",
+        "prefix": f"{kind} of {where}",
+        "anchors": f"anchors down to the deepest layer, {kind} of {where}",
+        "context": "keys and values of " + (where if view.layers is None else f"layers 0 to {layers}"),
     }[view.tokens]
 
 
@@ -151,5 +153,5 @@ def rounding(selector: Selector) -> str:
         return "none or all"
     if selector.spend:
         line = budgets.first_line(selector.spend).rstrip(".")
-        return line[0].lower() + line[1:]
+        return line[:1].lower() + line[1:]
     return budgets.in_words(selector.rule)

@@ -17,7 +17,7 @@ def test_rows_describe_the_selectors_they_name():
         "qcfuse",
         "anchors",
         "critical",
-        "anchors to the deepest layer; keys, layers: critical",
+        "anchors down to the deepest layer, keys of the critical layers",
         "0.5",
         "floor(ratio * N), at least 1",
         "2606.05875, sections 3.2-3.4",
@@ -26,7 +26,7 @@ def test_rows_describe_the_selectors_they_name():
     assert rows["epic"].loaded_first == rows["random"].loaded_first == "nothing"
     assert rows["cacheblend_lmcache"].loaded_first == "keys of layer 1"
     assert rows["a3"].loaded_first == "keys and values of layers 0 to 1"
-    assert rows["fusionrag"].loaded_first == "keys, layers: last"
+    assert rows["fusionrag"].loaded_first == "keys of the last layer"
     assert rows["relaxkv"].rounding == "round half even(ratio * N), at least 1"
     assert {name for name, row in rows.items() if row.ratio == "-"} == {"reuse", "recompute_all", "epic_16"}
     assert loaded_first(View(), "none") == "nothing"
