@@ -290,7 +290,7 @@ def test_profile_then_answer_with_it(as_json, run, folder, passages, tmp_path, s
 
 @pytest.mark.slow
 def test_profile_plants_needles_without_samples(run, folder):
-    code, out, err = run("profile", "--model", folder, "--num-samples", 1, "--length", 600, "--top", 2)
+    code, out, err = run("profile", "--model", folder, "--num-samples", 1, "--length", 3600, "--top", 2)
     assert (code, err) == (0, ""), err
     (path,) = Path("runs/profiles").glob("*.json")
     assert "Critical layers: " in out and json.loads(path.read_text())["num_samples"] == 1
