@@ -109,9 +109,9 @@ def test_it_is_a_static_value(name):
     selector.view.layer_indices(4)
 
 
-def test_picks_are_within_the_budget(name):
+def test_picks_are_within_the_budget(one_of_each):
     """Law 6, S-01, S-02, S-09; pitfalls 29, 30, 31, 34: nested in depth, context only, exactly k at the last layer."""
-    request, selector, row = build_request(), build(name), CATALOGUE[name]
+    request, selector, row = build_request(), build(one_of_each), CATALOGUE[one_of_each]
     scores = np.asarray(selector.score(evidence_of(request, selector), None))
     layers = selector.view.layer_indices(4)
     assert scores.dtype == np.float32 and scores.ndim == 2 and scores.shape[1] == 192
@@ -135,9 +135,9 @@ def test_picks_are_within_the_budget(name):
     assert _select._cache_size() <= before + 1  # pitfall 53: the budget is traced
 
 
-def test_the_ends_are_reuse_and_full_prefill(name):
+def test_the_ends_are_reuse_and_full_prefill(one_of_each):
     """ID-1, ID-2, S-01, S-02; pitfalls 1, 2, for every selector."""
-    request, selector, row = build_request(), build(name), CATALOGUE[name]
+    request, selector, row = build_request(), build(one_of_each), CATALOGUE[one_of_each]
     if row.at_zero == 0:
         fused = fuse(request.model, request.context, choose(request, selector, 0.0), row_block=96)
         assert all(ours is theirs for ours, theirs in zip(fused.kv, request.context.kv, strict=True))
@@ -149,9 +149,9 @@ def test_the_ends_are_reuse_and_full_prefill(name):
             np.testing.assert_allclose(layer.v[:78], full.v[l, :78], rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_view_is_looked_at(name):
+def test_only_the_view_is_looked_at(one_of_each):
     """Layers outside the view are absent, values that the view does not ask for and deeper anchors are NaN."""
-    request, selector = build_request(), build(name)
+    request, selector = build_request(), build(one_of_each)
     view, layers = selector.view, selector.view.layer_indices(4)
     if view.tokens == "context" or view.kept:
         pytest.skip("the view is the whole cache")
@@ -168,9 +168,9 @@ def test_only_the_view_is_looked_at(name):
     jax.tree.map(np.testing.assert_array_equal, actual, choose(request, selector, 0.3))
 
 
-def test_a_second_request_of_the_bucket_compiles_nothing(name):
+def test_a_second_request_of_the_bucket_compiles_nothing(one_of_each):
     """Pitfalls 13, 53: other lengths, another number of chunks; and the first request again gives the same answer."""
-    selector = build(name)
+    selector = build(one_of_each)
     first = choose(build_request(), selector, 0.3)
     before = _select._cache_size()
     other = choose(build_request(lengths=(40, 17, 9), seed=2), selector, 0.3)
@@ -269,7 +269,6 @@ def test_select_inside_a_trace():
         weights = select(selector, evidence, 20, num_layers=4, pick=pick).recompute[0]
         return (weights * jnp.arange(192.0)).sum()
 
-    slope = jax.jit(jax.grad(loss))(1e-3)
-    step = 1e-5
-    expected = (float(loss(1e-3 + step)) - float(loss(1e-3 - step))) / (2 * step)
+    slope, step, run = jax.jit(jax.grad(loss))(1e-3), 1e-5, jax.jit(loss)
+    expected = (float(run(1e-3 + step)) - float(run(1e-3 - step))) / (2 * step)
     assert np.isfinite(slope) and float(slope) == pytest.approx(expected, rel=0.05)

@@ -47,7 +47,7 @@ def test_nothing_to_stitch_is_refused():
 
 @pytest.mark.parametrize(
     ("lengths", "num_prefix"),
-    [((1,), 0), ((21, 1, 34, 13), 9), ((128,), 1), ((129, 1), 65), ((13,) * 12, 64), ((1,) * 30, 3), ((34, 34), 0)],
+    [((1,), 0), ((128,), 1), ((129, 1), 65), ((1,) * 30, 3), ((34, 34), 0)],
 )
 def test_any_lengths(lengths, num_prefix):
     """K-01, T-06, pitfalls 17, 22: exact buffer and padded buffer hold the reference's stitched cache, then zeros."""

@@ -1,7 +1,6 @@
 """Attention mass per position against a dense softmax, for every denominator and reduction."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +46,12 @@ def dense(case, denominator, heads, over_rows, rows):
 @pytest.mark.parametrize(
     ("denominator", "heads", "over_rows"),
     [
-        *itertools.product(["all"], ["mean", "max", "each"], ["mean", "max"]),
-        *itertools.product(["prefix+context", "context"], ["mean"], ["mean"]),
-        ("context", "max", "max"),
+        ("all", "mean", "mean"),
+        ("all", "max", "max"),
+        ("all", "each", "max"),
+        ("prefix+context", "mean", "mean"),
+        ("context", "mean", "mean"),
+        ("context", "mean", "max"),
     ],
 )
 def test_equals_a_dense_softmax(case, denominator, heads, over_rows):

@@ -14,6 +14,7 @@ from jfuse.types import LayerKV
 
 pytestmark = pytest.mark.usefixtures("strict")
 SIZE = 16
+table = jax.jit(angles, static_argnums=0)
 
 
 def turned(rope, x, positions):
@@ -55,7 +56,7 @@ def draw(rows, seed=0):
 def write(rope, buffer, chunk, start, length):
     at = np.arange(chunk.k.shape[0], dtype=np.int32) + start
     fresh = jax.tree.map(lambda a: jnp.array(a), buffer)
-    return place(fresh, chunk, np.int32(start), np.int32(length), *angles(rope, at))
+    return place(fresh, chunk, np.int32(start), np.int32(length), *table(rope, at))
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -115,7 +116,7 @@ def test_rotations_add_up(name):
     """Pitfall 15: R(a) R(b) = R(a + b), R(-a) R(a) = I."""
     rope, x = ROPES[name], draw(5).k
     unit = Rope(rope.kind, rope.inv_freq)
-    turn = lambda x, by: rotate(jnp.asarray(x), *angles(unit, np.full(5, by, np.int32)))  # noqa: E731
+    turn = jax.jit(lambda x, by: rotate(x, *angles(unit, jnp.full(5, by, jnp.int32))))
     np.testing.assert_allclose(turn(turn(x, 70), 130), turn(x, 200), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(turn(turn(x, 70), -70), x, rtol=1e-5, atol=1e-5)
 
@@ -124,10 +125,10 @@ def test_low_precision_keys_are_rotated_in_float32():
     """Pitfall 16, R-05: phases and products are float32 whatever the cache's dtype, rounded once."""
     rope, x = ROPES["default"], jnp.asarray(draw(6).k, jnp.bfloat16)
     at = np.array([0, 1, 300, 4095, 32_767, 131_071], np.int32)
-    actual = rotate(x, *angles(rope, at)).astype(jnp.float32)
+    actual = jax.jit(rotate)(x, *table(rope, at)).astype(jnp.float32)
     expected = turned(rope, np.asarray(x.astype(jnp.float32)), at.tolist())
     np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=2e-2)
-    cos, sin = angles(rope, at)
+    cos, sin = table(rope, at)
     exact = np.outer(at.astype(float), rope.inv_freq)
     error = np.maximum(np.abs(cos - np.cos(exact)), np.abs(sin - np.sin(exact))).max(-1)
     assert error[3] < 1e-3 and error[5] < 6e-3

@@ -82,22 +82,22 @@ def test_restricted_context(window, share):
 
 def test_a_visible_block_far_from_the_rows_is_not_skipped():
     """One visible key in the first block, rows in the last: exactly two keys are read."""
-    keys = 3 * KEY_BLOCK
-    q, k, v = draw(1, keys)
+    keys = 2 * KEY_BLOCK + 61
+    q, k, v = draw(70, keys)
     visible = np.zeros(keys, bool)
     visible[3] = True
-    mask = np.zeros((1, keys), bool)
-    mask[0, [3, keys - 1]] = True
-    at = np.array([keys - 1], np.int32)
-    np.testing.assert_allclose(selective_attention(q, k, v, at, visible=visible), attention(q, k, v, mask), **CLOSE)
+    at = np.full(70, keys - 1, np.int32)
+    mask = np.isin(np.arange(keys), [3, keys - 1])[None].repeat(70, 0)
+    actual = selective_attention(q, k, v, at, visible=visible, window=0)
+    np.testing.assert_allclose(actual, attention(q, k, v, mask), **CLOSE)
 
 
 def test_row_order_does_not_matter():
     """Pitfall 9: the mask is built from positions, so permuted rows give permuted outputs."""
-    keys = KEY_BLOCK + 40
-    q, k, v = draw(90, keys)
-    at = np.arange(keys - 90, keys, dtype=np.int32)
-    order = np.random.default_rng(0).permutation(90)
+    keys = 2 * KEY_BLOCK + 61
+    q, k, v = draw(129, keys)
+    at = np.arange(keys - 129, keys, dtype=np.int32)
+    order = np.random.default_rng(0).permutation(129)
     np.testing.assert_allclose(
         selective_attention(q[order], k, v, at[order]), np.asarray(selective_attention(q, k, v, at))[order], **CLOSE
     )
