@@ -164,9 +164,14 @@ def report_table(report: "Report") -> Any:
         ("read in all", as_megabytes(report.total_bytes)),
         ("speed-up that FLOPs allow", f"{report.flop_limit:.2f}x over full prefill"),
         ("time to first token", f"{as_milliseconds(report.ttft)}, with {report.compilations} compilations"),
-        *((f"  {stage}", as_milliseconds(report.stages[stage])) for stage in ("select", "fuse", "query")),
-        ("decoding", as_milliseconds(report.stages["decode"])),
+        *((f"  {stage}", as_milliseconds(seconds)) for stage, seconds in report.stages.items() if stage != "decode"),
+        ("decoding", as_milliseconds(report.stages.get("decode", 0.0))),
+        *(
+            (f"{part.tier} for {part.stage}", f"{as_megabytes(part.num_bytes)} in {as_milliseconds(part.seconds)}")
+            for part in report.transfers
+        ),
         *(("missed", f"chunk {index}: {reason}") for index, reason in report.missed.items()),
         *(("fallback", reason) for reason in report.fallbacks),
+        *((("advice", report.advice),) if report.advice and not report.compilations else ()),
     ]
     return make_table(("report", ""), rows)
