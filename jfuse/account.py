@@ -47,13 +47,7 @@ def make_report(
     sizes, itemsize = context.sizes(num_query), np.dtype(model.dtype).itemsize
     fusion = costs.fusion_cost(model.config, context, served.selection)
     query = costs.prefill_cost(model.config, num_query, past=context.end)
-    probed = costs.probe_cost(
-        model.config,
-        view,
-        num_query=num_query,
-        num_visible=costs.num_visible(view, sizes),
-        num_context=sizes.context,
-    )
+    probed = costs.probe_cost(model.config, view, sizes)
     full = costs.prefill_cost(model.config, context.end + num_query).flops
     computing = busy(event for event in served.events if event.what in ("fuse", "query"))
     return Report(

@@ -89,21 +89,28 @@ def keys_seen(context: ContextCache, selection: Selection) -> Int[np.ndarray, "L
     return np.where(real, before[:, first_near] + (index - first_near + 1), 0)
 
 
-def probe_cost(config: ModelConfig, view: View, *, num_query: int, num_visible: int, num_context: int) -> Cost:
-    """A probe over `num_visible` cached entries and the scoring of the context keys at the view's layers.
+def probe_cost(config: ModelConfig, view: View, sizes: Sizes) -> Cost:
+    """What runs before a selector can choose: the query over its token view, scoring, and layers that run in full.
 
-    Scoring multiplies queries with keys only, half of an attention edge.
+    Scoring multiplies queries with keys only, half of an attention edge. Layers that a view wants fresh run for prefix
+    and context, the last of them up to its keys and values.
     """
-    layers = view.layer_indices(config.num_layers)
+    layers, query = view.layer_indices(config.num_layers), sizes.query
+    everything = sizes.prefix + sizes.context
+    triangle = everything * (everything + 1) // 2
+    going_on = [1] * (view.fresh - 1) + [0] if view.fresh else []
+    fresh = cost(
+        config, [everything] * view.fresh, [everything * on for on in going_on], [triangle * on for on in going_on]
+    )
     if view.tokens == "none" or not layers:
-        return Cost((), 0, 0)
+        return fresh
     depth = max(layers)
-    inner = num_query * num_visible + num_query * (num_query + 1) // 2
-    run = cost(config, [num_query] * (depth + 1), [num_query] * depth, [inner] * depth)
+    inner = query * num_visible(view, sizes) + query * (query + 1) // 2
+    run = cost(config, [query] * (depth + 1), [query] * depth, [inner] * depth)
     # The deepest layer's queries are needed too.
-    queries = 2 * num_query * config.width * config.num_heads * config.head_size
-    scoring = 2 * config.num_heads * config.head_size * num_query * num_context * len(layers)
-    return Cost(run.rows, run.edges, run.flops + queries + scoring)
+    queries = 2 * query * config.width * config.num_heads * config.head_size
+    scoring = 2 * config.num_heads * config.head_size * query * sizes.context * len(layers)
+    return Cost(run.rows + fresh.rows, run.edges + fresh.edges, run.flops + queries + scoring + fresh.flops)
 
 
 class Halves(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 Layer = TypeVar("Layer")
@@ -45,21 +46,24 @@ def device_of(tree: Any) -> Device:
 
 
 def to_device(tree: Any, device: Device) -> Any:
-    """Starts moving a pytree to the device. What lies there already is left alone; aligned arrays may be aliased."""
+    """Starts moving a pytree to the device. What lies there already is left alone; aligned arrays may be aliased.
+
+    Inside a jitted function it moves operands that were placed in pinned host memory.
+    """
 
     def move(leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.Array):
             with jax.default_device(device):  # uncommitted, as everything else of a request is
                 return jax.device_put(leaf)
-        here = leaf.sharding.memory_kind in (None, device.default_memory().kind) and leaf.devices() == {device}
-        return leaf if here else jax.device_put(leaf, SingleDeviceSharding(device))
+        return leaf if _lies_on(leaf, device) else jax.device_put(leaf, SingleDeviceSharding(device))
 
     return jax.tree.map(move, tree)
 
 
-def fetch(tree: Any) -> Any:
-    """Inside a jitted function: operands that lie in pinned host memory, moved to the device's own."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+def _lies_on(array: jax.Array, device: Device) -> bool:
+    if isinstance(array, Tracer) or array.devices() != {device}:
+        return False
+    return array.sharding.memory_kind in (None, device.default_memory().kind)
 
 
 def host_memory(device: Device, *, pinned: bool | None = None) -> str:
@@ -77,11 +81,6 @@ def host_memory(device: Device, *, pinned: bool | None = None) -> str:
     if wanted and not has_kind:
         _notice(device.platform, f"{device.platform} devices have no {PINNED} memory here")
     return PINNED if wanted and has_kind else "ordinary"
-
-
-def pinned_like(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.ShapeDtypeStruct:
-    """The description of an array in pinned host memory, for lowering."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device, memory_kind=PINNED))
 
 
 def to_host(tree: Any, device: Device, kind: str) -> Any:
