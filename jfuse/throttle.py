@@ -20,7 +20,7 @@ class Throttle:
     One throttle is one link: sources that share it, also from several threads, queue for it.
     """
 
-    def __init__(self, bytes_per_second: float = math.inf, latency: float = 0.0):
+    def __init__(self, bytes_per_second: float | int = math.inf, latency: float | int = 0.0):
         """Sets the link.
 
         Raises:
@@ -35,7 +35,9 @@ class Throttle:
         self._free = 0.0
 
     @classmethod
-    def by_load_time(cls, share: float, *, full_prefill: float, num_bytes: int, latency: float = 0.0) -> "Throttle":
+    def by_load_time(
+        cls, share: float | int, *, full_prefill: float | int, num_bytes: int, latency: float | int = 0.0
+    ) -> "Throttle":
         """The link over which loading `num_bytes` takes `share` of the time of a full prefill.
 
         This ratio, unlike a bandwidth, means the same on a laptop and on a GPU: QCFuse's 10 and 3 GB/s are 0.09 and
