@@ -1,0 +1,232 @@
+"""The engine: queue, time-outs, cancellation, failures, ends; no model is needed for most of it."""
+
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+from jfuse.engine import Engine, QueueFull
+from jfuse.evals.throughput import Outcome, load_point, poisson, replay, throughput
+from jfuse.jobs import FusionJob, PrefillJob
+from jfuse.stitch import make_layout, prefix_tokens
+from tests.serving.conftest import SELECTORS, Wrapped
+
+PATIENCE = 60.0  # seconds; a hang fails instead of blocking
+
+
+class Step:
+    """A job that logs what happens to it, and runs until it is let go or stopped."""
+
+    def __init__(self, log, name, *, fails=None, waits=False):
+        self.log, self.name, self.fails = log, name, fails
+        self.go, self.stopped = threading.Event(), False
+        if not waits:
+            self.go.set()
+
+    def begin(self):
+        self.log.append(f"begin {self.name}")
+        if self.fails == "begin":
+            raise KeyError(self.name)
+
+    def run(self):
+        self.log.append(f"run {self.name}")
+        assert self.go.wait(PATIENCE)
+        if self.stopped:
+            raise RuntimeError("stopped")
+        if self.fails == "run":
+            raise ZeroDivisionError(self.name)
+        return self.name
+
+    def stop(self):
+        self.stopped = True
+        self.go.set()
+
+    def close(self):
+        self.log.append(f"close {self.name}")
+
+
+def wait_for(condition):
+    until = time.perf_counter() + PATIENCE
+    while not condition():
+        assert time.perf_counter() < until, "it never happened"
+        time.sleep(1e-3)
+
+
+def test_the_next_request_loads_while_one_runs_and_order_is_kept():
+    log = []
+    jobs = [Step(log, name, waits=True) for name in "abc"]
+    with Engine() as engine:
+        tickets = [engine.submit(job) for job in jobs]
+        wait_for(lambda: "run a" in log and "begin b" in log)
+        assert "run b" not in log and "begin c" not in log, "one runs, one loads, the others wait"
+        for job in jobs:
+            job.go.set()
+        assert [ticket.result(PATIENCE) for ticket in tickets] == ["a", "b", "c"]
+    assert [line for line in log if line.startswith("run")] == ["run a", "run b", "run c"]
+    assert log.index("begin c") < log.index("run c") and all(log.count(f"close {name}") == 1 for name in "abc")
+    assert all(ticket.arrived <= ticket.started <= ticket.ended for ticket in tickets)
+
+
+@pytest.mark.parametrize("where", ["begin", "run"])
+def test_one_failure_harms_no_other(where):
+    log = []
+    with Engine() as engine:
+        tickets = [engine.submit(Step(log, n, fails=where if n == "b" else None)) for n in "abc"]
+        assert tickets[0].result(PATIENCE) == "a" and tickets[2].result(PATIENCE) == "c"
+        with pytest.raises(KeyError if where == "begin" else ZeroDivisionError):
+            tickets[1].result(PATIENCE)
+    assert log.count("close b") == 1
+
+
+def test_the_queue_is_bounded():
+    log, first = [], Step([], "a", waits=True)
+    with Engine(capacity=2) as engine:
+        engine.submit(first)
+        wait_for(lambda: "run a" in first.log)
+        waiting = [engine.submit(Step(log, n)) for n in "bc"]
+        with pytest.raises(QueueFull, match="2 requests"):
+            engine.submit(Step(log, "d"))
+        first.go.set()
+        assert [ticket.result(PATIENCE) for ticket in waiting] == ["b", "c"]
+        assert engine.submit(Step(log, "e")).result(PATIENCE) == "e"
+    with pytest.raises(ValueError, match="capacity is 0"):
+        Engine(capacity=0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_request_is_given_up_while_it_waits_loads_or_runs(how, victim):
+    """The others are served as if nothing had happened."""
+    log = []
+    jobs = [Step(log, name, waits=True) for name in "abc"]
+    with Engine() as engine:
+        limits = [0.05 if how == "timeout" and i == victim else None for i in range(3)]
+        tickets = [engine.submit(job, timeout=limit) for job, limit in zip(jobs, limits, strict=True)]
+        wait_for(lambda: "run a" in log)
+        if how == "cancel":
+            tickets[victim].cancel()
+        with pytest.raises(CancelledError if how == "cancel" else TimeoutError):
+            tickets[victim].result(PATIENCE)
+        for job in jobs:
+            job.go.set()
+        others = [ticket.result(PATIENCE) for i, ticket in enumerate(tickets) if i != victim]
+        assert others == [name for i, name in enumerate("abc") if i != victim]
+    name = "abc"[victim]
+    assert (f"run {name}" in log) == (victim == 0) and log.count(f"close {name}") == 1
+
+
+def test_a_time_out_counts_waiting_and_a_request_in_time_keeps_its_result():
+    with Engine() as engine:
+        assert engine.submit(Step([], "a"), timeout=PATIENCE).result() == "a"
+        with pytest.raises(ValueError, match="timeout is 0"):
+            engine.submit(Step([], "a"), timeout=0)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_finishes_what_waits_or_gives_it_up(drain):
+    log = []
+    jobs = [Step(log, name, waits=True) for name in "abc"]
+    engine = Engine()
+    tickets = [engine.submit(job) for job in jobs]
+    wait_for(lambda: "run a" in log)
+    if drain:
+        threading.Timer(0.05, lambda: [job.go.set() for job in jobs]).start()
+    engine.close(drain=drain)
+    assert all(ticket.done for ticket in tickets)
+    errors = [ticket.error() for ticket in tickets]
+    assert errors == [None] * 3 if drain else all(isinstance(error, CancelledError) for error in errors)
+    assert all(log.count(f"close {name}") == 1 for name in "abc")
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(Step(log, "d"))
+    engine.close()
+
+
+def test_an_error_of_the_caller_ends_the_engine():
+    job = Step([], "a", waits=True)
+    with pytest.raises(ZeroDivisionError), Engine() as engine:
+        ticket = engine.submit(job)
+        raise ZeroDivisionError
+    assert isinstance(ticket.error(), CancelledError)
+
+
+def test_a_load_test_counts_waiting_and_refusals():
+    class Sleeper(Step):
+        def run(self):
+            time.sleep(0.02)
+
+    with Engine(capacity=2) as engine:
+        outcomes = replay(engine, [Sleeper([], "s") for _ in range(6)], [0.0] * 6)
+    point = load_point(outcomes)
+    assert point["requests"] == 6 and point["served"] + point["failed"] == 6 and point["failed"] >= 3
+    assert any("QueueFull" in o.error or "waiting already" in o.error for o in outcomes)
+    assert point["p95"] >= point["p50"] >= 0.02 and "p99" not in point
+    with pytest.raises(ValueError, match="sorted"):
+        replay(engine, [Sleeper([], "s")] * 2, [1.0, 0.5])
+
+
+def test_percentiles_and_rates_of_a_run():
+    outcomes = [Outcome(float(i), i + 0.5, i + 1.0) for i in range(10)] + [Outcome(10.0, None, 10.5, "late")]
+    point = load_point(outcomes)
+    assert point["served"] == 10 and point["failed"] == 1 and point["achieved"] == pytest.approx(1.0)
+    assert point["p50"] == point["p95"] == point["mean"] == 1.0
+    assert np.isnan(outcomes[-1].ttft) and np.isnan(load_point(outcomes[-1:])["p50"])
+    assert "p99" in load_point([Outcome(0.0, 0.0, 1.0)] * 100)
+
+
+def test_poisson_arrivals_are_seeded_and_have_their_rate():
+    times = poisson(5, 4000, seed=1)
+    assert times == poisson(5, 4000, seed=1) != poisson(5, 4000, seed=2)
+    assert times == sorted(times) and times[-1] / 4000 == pytest.approx(1 / 5, rel=0.05)
+    gaps = np.diff(times)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
+    with pytest.raises(ValueError, match="rate is 0"):
+        poisson(0, 3)
+
+
+def fused(kit, name, source=None, **options):
+    make = source or (lambda: kit.stored())
+    return FusionJob(kit.model, make, kit.question, SELECTORS[name], kit.config(), prefix=kit.prefix, **options)
+
+
+def prefilled(kit):
+    pieces = [chunk.tokens for chunk in kit.chunks]
+    return PrefillJob(kit.model, make_layout(pieces, prefix_tokens(kit.prefix), pad_to=128), kit.question)
+
+
+def test_requests_through_the_engine_equal_direct_ones(kit):
+    """Several methods in turn, loading overlapped: the tokens and logits of serving each alone."""
+    alone = {name: np.asarray(kit.serve(kit.stored(), name).first) for name in ("qcfuse", "prophetkv")}
+    with Engine() as engine:
+        names = ["qcfuse", "prophetkv"] * 4
+        tickets = [engine.submit(fused(kit, n, finish=lambda served: np.asarray(served.first))) for n in names]
+        for name, ticket in zip(names, tickets, strict=True):
+            assert ticket.result().tobytes() == alone[name].tobytes()
+
+
+def test_a_fused_request_is_stopped_between_layers_and_the_next_is_served(kit):
+    kit.serve(kit.stored())
+    reached = threading.Event()
+
+    def before(i, l):
+        if l == 2:
+            reached.set()
+            time.sleep(0.05)
+
+    with Engine() as engine:
+        slow = engine.submit(fused(kit, "qcfuse", lambda: Wrapped(kit.stored(), before)))
+        good = engine.submit(fused(kit, "qcfuse"))
+        assert reached.wait(PATIENCE)
+        slow.cancel()
+        assert isinstance(slow.error(), CancelledError) and isinstance(good.result(), int)
+
+
+def test_a_study_of_throughput_on_a_tiny_model(kit):
+    """One row per method and load, in the order they ran; nothing compiles while it is timed."""
+    methods = {"full prefill": lambda i: prefilled(kit), "qcfuse": lambda i: fused(kit, "qcfuse")}
+    rows = throughput(methods, rates=(200.0,), count=3, single=2)
+    assert [(row["load"], row["method"]) for row in rows] == [
+        (load, name) for load in ("single", "saturation", 200.0) for name in methods
+    ]
+    assert all(row["failed"] == 0 and row["p50"] > 0 and row["achieved"] > 0 for row in rows)
