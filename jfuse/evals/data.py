@@ -9,11 +9,39 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 QA_INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )
+
+MetricName = Literal[
+    "f1",
+    "f1_first_line",
+    "f1_zh",
+    "f1_first_answer",
+    "f1_zh_first_answer",
+    "match_all",
+    "match_part",
+    "keyword_f1",
+    "keyword_f1_zh",
+    "retrieval",
+    "count",
+    "classification_first_line",
+    "rouge_l",
+    "rouge_l_first_line",
+    "rouge_l_zh",
+    "rouge_l_zh_keywords",
+]
+"""Rules of `jfuse.evals.scorers`."""
+
+
+class Joints(NamedTuple):
+    """What stands between the parts of a prompt."""
+
+    prefix: str = "\n\n"  # after the prefix
+    chunk: str = "\n\n"  # after each chunk
+    cue: str = " "  # between question and answer prefix
 
 
 class Span(NamedTuple):
@@ -57,8 +85,18 @@ class Sample:
     spans: tuple[Span, ...] = ()  # where the answers stand; empty if unlabelled
     gold: tuple[int, ...] = ()  # chunks that support the answer; empty if unlabelled
     scoring: Literal["all", "any"] = "any"
+    metric: str | None = None  # another rule than that which follows from `scoring`
+    lead: str = ""  # stands between the chunks and the question, and is not the question proper
+    joints: Joints = Joints()
+    max_new_tokens: int = 32
+    keywords: str = ""  # of the answer, for rules that want them
+    classes: tuple[str, ...] = ()  # that a classification chooses from
 
     def __post_init__(self):
+        if self.rule not in get_args(MetricName):
+            raise ValueError(f"metric is {self.metric!r}; use one of {', '.join(get_args(MetricName))}.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; use an integer >= 1.")
         for name in ("id", "question"):
             if not getattr(self, name).strip():
                 raise ValueError(f"{name} is empty; a sample needs one.")
@@ -74,6 +112,11 @@ class Sample:
                 raise ValueError(f"{span} is not inside its chunk; use 0 <= start < end <= {length} characters.")
 
     @property
+    def rule(self) -> str:
+        """How predictions are scored: `metric`, or what follows from `scoring`."""
+        return self.metric or ("match_all" if self.scoring == "all" else "f1")
+
+    @property
     def prefix(self) -> str:
         """What stands before the chunks."""
         return self.example + self.instruction
@@ -81,7 +124,18 @@ class Sample:
     @property
     def query(self) -> str:
         """What stands after the chunks."""
-        return f"{self.question} {self.answer_prefix}".strip()
+        return f"{self.lead}{self.question}{self.cue}"
+
+    @property
+    def cue(self) -> str:
+        """What stands after the question, the space between them included."""
+        return self.joints.cue + self.answer_prefix if self.answer_prefix else ""
+
+    @property
+    def text(self) -> str:
+        """The whole prompt as one text."""
+        chunks = "".join(chunk + self.joints.chunk for chunk in self.chunks)
+        return f"{self.prefix}{self.joints.prefix}{chunks}{self.query}"
 
     @property
     def reference(self) -> str:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jfuse.evals.data import Sample
+from jfuse.evals.data import Joints, Sample
 from jfuse.evals.spans import span_tokens
 from jfuse.models.tokenizer import Tokenizer
 from jfuse.pipeline import Question
 
-JOINT = "\n\n"
+JOINT = Joints().chunk
 
 
 class Prompt(NamedTuple):
@@ -27,19 +27,19 @@ class Prompt(NamedTuple):
 
 
 def make_prompt(sample: Sample, tokenizer: Tokenizer, *, example: str = "") -> Prompt:
-    """The plain-text prompt `instruction, chunks, question answer-prefix`, one blank line between parts.
+    """The plain-text prompt `sample.text` in tokens: by default one blank line between parts.
 
     Args:
         example: a worked example that stands first; base-sized models hardly use the context without one.
     """
-    texts = [chunk + JOINT for chunk in sample.chunks]
+    texts = [chunk + sample.joints.chunk for chunk in sample.chunks]
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prefix = tokenizer.encode(example + sample.prefix + JOINT)
-    question, cue = tokenizer.encode(sample.question), tokenizer.encode(f" {sample.answer_prefix}")
+    prefix = tokenizer.encode(example + sample.prefix + sample.joints.prefix)
+    lead, question, cue = (tokenizer.encode(text) for text in (sample.lead, sample.question, sample.cue))
     return Prompt(
         np.concatenate([np.asarray(bos, np.int32), prefix]),
         tuple(tokenizer.encode(text) for text in texts),
-        Question(np.concatenate([question, cue]), slice(0, len(question))),
+        Question(np.concatenate([lead, question, cue]), slice(len(lead), len(lead) + len(question))),
         tokenizer.encode(f" {sample.reference}"),
         span_tokens(sample, [tokenizer.offsets(text) for text in texts]),
     )
