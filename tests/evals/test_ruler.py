@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jfuse.evals.data import Passage
-from jfuse.evals.ruler import TASKS, needle_sample, wiki_haystack
+from jfuse.evals.ruler import NOISE, TASKS, needle_sample, tracking_sample, wiki_haystack
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
 
@@ -141,8 +141,77 @@ def test_same_in_every_process():
         ({"length": 40}, "room for 10 tokens or words"),
         ({"length": 3000, "haystack": wiki_haystack()[:20]}, "too few passages"),
         ({"haystack": []}, "too few passages"),
+        ({"haystack": "straw"}, "haystack is 'straw'; use essay, noise, needle, or a list"),
     ],
 )
 def test_what_cannot_be_made_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         needle_sample(**{"task": "mq", "seed": 0, "length": 400, "num_chunks": 4, **change})
+
+
+# Other haystacks.
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_noise_haystack_is_noise_and_needles(task):
+    sample = needle_sample(task, 1, length=900, num_chunks=3, haystack="noise")
+    rest = " ".join(NEEDLE.sub("", chunk) for chunk in sample.chunks)
+    sentences = {sentence.strip() for sentence in re.split(r"(?<=\.)\s+", rest) if sentence.strip()}
+    assert sentences == {sentence.strip() + "." for sentence in NOISE.split(".") if sentence}
+    assert sample.id == f"{task}-noise-900-1"
+    assert 3 * 270 < sum(len(chunk.split()) for chunk in sample.chunks) <= 900
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_needle_haystack_asks_for_few_of_many(task):
+    sample = needle_sample(task, 2, length=900, num_chunks=3, haystack="needle")
+    needles = planted(sample)
+    assert len(needles) > 50 and not re.search(r"[a-z]", NEEDLE.sub("", "".join(sample.chunks)))
+    values, pairs = [value for _, _, value in needles], {(key, value) for _, key, value in needles}
+    assert len(set(values)) == len(pairs) == len(needles)  # no value twice, so every answer is the only right one
+    asked = re.split(r", and |, ", re.search(r"for (.*) mentioned", sample.question)[1])
+    assert sorted(value for key, value in pairs if key in asked) == sorted(sample.answers)
+
+
+# Variable tracking.
+
+ASSIGNMENT = re.compile(r"VAR ([A-Z]{5}) = (?:VAR ([A-Z]{5})|(\d{5}))\.")
+
+
+def resolved(sample):
+    """What every variable holds, following the assignments in reading order."""
+    values = {}
+    for name, source, number in ASSIGNMENT.findall("\n".join(sample.chunks)):
+        values[name] = number or values[source]  # a KeyError is an assignment out of order
+    return values
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("haystack", ["noise", "essay"])
+def test_tracking_answers_are_the_variables_that_hold_the_number(seed, haystack):
+    sample = tracking_sample(seed, length=700, num_chunks=3, num_chains=2, num_hops=3, haystack=haystack)
+    asked = re.search(r"assigned the value (\d{5}) in the text", sample.question)[1]
+    values = resolved(sample)
+    assert len(values) == 8 and len(set(values.values())) == 2
+    assert [name for name, value in values.items() if value == asked] == list(sample.answers)
+    assert f"4 variables are assigned the value {asked}" in sample.answer_prefix
+    named = [sample.chunks[span.chunk][span.start : span.end] for span in sample.spans]
+    assert named == list(sample.answers)  # spans in reading order, on the variable's own assignment
+    for span in sample.spans:
+        assert sample.chunks[span.chunk][span.end :].startswith(" = ")
+    assert (sample.task, sample.rule) == ("vt", "match_all")
+    assert sum(len(chunk.split()) for chunk in sample.chunks) <= 700
+
+
+def test_tracking_has_a_worked_example_with_other_names():
+    sample = tracking_sample(0, length=300, num_chunks=2)
+    chain = re.findall(r"VAR ([A-Z]{3}) = ", sample.example)
+    assert len(chain) == 5 and sample.example.rstrip().endswith("they are: " + ", ".join(chain))
+    assert not any(answer in sample.example for answer in sample.answers)
+    assert tracking_sample(0, length=300, num_chunks=2) == sample != tracking_sample(1, length=300, num_chunks=2)
+
+
+@pytest.mark.parametrize("change", [{"num_hops": 0}, {"num_chains": 0}, {"length": 20}, {"num_chunks": 0}])
+def test_tracking_refuses_what_cannot_be_made(change):
+    with pytest.raises(ValueError, match="is 0; use an integer|room for"):
+        tracking_sample(**{"seed": 0, "length": 300, "num_chunks": 2, **change})
