@@ -1,6 +1,7 @@
 # Two doors, each complete in a fresh clone: `make demo` and `make test`. Later runs skip what is already set up.
 #   make demo    answer questions over real passages with the embedded model
 #   make test    the quick tests
+#   make kernels compile the GPU kernels, and run them in interpret mode: needs no GPU
 #   make lint    ruff, pyright, import rules
 #   make check   lint and test
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.13 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive NPROC=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 RUN := $(BIN)/python -m
 
-.PHONY: demo test lint format check setup dev clean
+.PHONY: demo test kernels lint format check setup dev clean
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -23,6 +24,10 @@ demo: setup
 
 test: dev
 	$(ONE_THREAD) $(RUN) pytest -n $(JOBS) --dist worksteal -q $(ARGS)
+
+# The CUDA plugin stays in a folder of its own: in the environment every jax would look for a GPU.
+kernels: dev $(STAMPS)/cuda
+	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu $(ONE_THREAD) $(RUN) pytest -n $(JOBS) --dist worksteal -q -m kernels tests/pallas $(ARGS)
 
 lint: dev
 	$(RUN) ruff check
@@ -65,6 +70,16 @@ $(STAMPS)/torch: | $(BIN)/python
 	@echo "Installing $(TORCH), the reference of the parity tests ..."
 	@$(PIP) install $(TORCH)
 	@mkdir -p $(STAMPS) && touch $@
+
+# Compilers only (PTX, SASS): 264 MB to fetch. No CUDA runtime, no cuBLAS, no cuDNN, no driver.
+$(STAMPS)/cuda: $(STAMPS)/dev
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	if [ ! -d $(VENV)/cuda/jax_cuda13_pjrt-$$version.dist-info ]; then \
+	  echo "Fetching the compilers of GPU kernels (264 MB) ..." && rm -rf $(VENV)/cuda && \
+	  $(PIP) install --no-deps --target $(VENV)/cuda jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
+	    'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'; \
+	fi
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist runs
