@@ -21,6 +21,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jfuse.pallas.choice import Device, pretended
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -114,7 +116,7 @@ def available() -> bool:
 
 
 def compile_for(architecture: str, function: Callable[..., Any], *arguments: Any) -> Executable:
-    """Compiles `function` for a card of `GPUS`, as `jax.jit` would there.
+    """Compiles `function` for a card of `GPUS`, as `jax.jit` would there; ops of jfuse take the kernels for that card.
 
     Args:
         function: plain or already jitted; bind static arguments with `functools.partial` before.
@@ -127,7 +129,8 @@ def compile_for(architecture: str, function: Callable[..., Any], *arguments: Any
     toolkit = _toolkit()
     if toolkit is None or not available():
         raise RuntimeError("The CUDA plugin or its compilers are not installed; run this through `make kernels`.")
-    mesh, replicated = _device(GPUS[architecture])
+    gpu = GPUS[architecture]
+    mesh, replicated = _device(gpu)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), arguments)
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     with ExitStack() as stack:
@@ -139,6 +142,7 @@ def compile_for(architecture: str, function: Callable[..., Any], *arguments: Any
         # From jax 0.11 on, the lowering of a Triton kernel asks the mesh which GPU it is for.
         abstract = jax.__version_info__ >= (0, 11)
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if abstract else nullcontext())
+        stack.enter_context(pretended(Device(gpu.kind, gpu.capability)))
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(
             compiler_options={
