@@ -20,7 +20,7 @@ from jfuse.pallas.dense_attention import NEGATIVE, dense_attention
 from jfuse.types import PAD_POSITION, AnyArray, LayerKV
 
 ROW_BLOCK = 64
-KEY_BLOCK = 256
+KEY_BLOCK = 128
 
 
 def selective_attention(
@@ -138,11 +138,12 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
     row_positions = jnp.where(row_positions >= PAD_POSITION, -1, row_positions)
     blocks = q.shape[0] // row_block
 
-    # [block, K, rows x group, H]: the query heads of one KV head lie together, so that one product serves them all.
+    # Rows lie along the minor axis, so that maxima and sums over keys run across vector lanes. The query heads of one
+    # KV head lie side by side, so that one product serves them all: [block, K, H, rows x group].
     q = (q.astype(jnp.float32) * (1 / math.sqrt(size))).astype(q.dtype)
-    q = q.reshape(blocks, row_block, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(blocks, kv_heads, row_block * group, size)
-    k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+    q = q.reshape(blocks, row_block, kv_heads, group, size).transpose(0, 2, 4, 1, 3)
+    q = q.reshape(blocks, kv_heads, size, row_block * group)
+    k, v = k.transpose(1, 0, 2), v.transpose(1, 2, 0)
     first_new = jnp.arange(0, keys, key_block)
     starts = jnp.minimum(first_new, keys - key_block)  # the last block may overlap the one before it
 
@@ -152,44 +153,44 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
         earliest = jnp.where(positions < 0, PAD_POSITION, positions).min()
         wanted, whole = _block_kinds(key_positions, visible, window, earliest, last, key_block)
         order = jnp.argsort(jnp.where(whole, 0, jnp.where(wanted, 1, 2)), stable=True)
-        row = jnp.repeat(positions, group)[:, None]
+        row = jnp.repeat(positions, group)[None, :]
 
         def step(i, carry, *, masked):
             out, top, total = carry
             start = starts[order[i]]
             kb = jax.lax.dynamic_slice_in_dim(k, start, key_block, axis=1)
-            vb = jax.lax.dynamic_slice_in_dim(v, start, key_block, axis=1)
-            scores = jnp.einsum("kqh,ksh->kqs", q, kb, preferred_element_type=jnp.float32)
+            vb = jax.lax.dynamic_slice_in_dim(v, start, key_block, axis=2)
+            scores = jnp.einsum("ksh,khq->ksq", kb, q, preferred_element_type=jnp.float32)
             if masked:
                 scores = jnp.where(seen(start, first_new[order[i]]), scores, NEGATIVE)
-            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+            new_top = jnp.maximum(top, scores.max(1, keepdims=True))
             decay = jnp.exp(top - new_top)
             weights = jnp.exp(scores - new_top)
-            added = jnp.einsum("kqs,ksh->kqh", weights.astype(vb.dtype), vb, preferred_element_type=jnp.float32)
-            return out * decay + added, new_top, total * decay + weights.sum(-1, keepdims=True)
+            added = jnp.einsum("khs,ksq->khq", vb, weights.astype(vb.dtype), preferred_element_type=jnp.float32)
+            return out * decay + added, new_top, total * decay + weights.sum(1, keepdims=True)
 
         def seen(start, new):
-            at = jax.lax.dynamic_slice_in_dim(key_positions, start, key_block)[None, :]
+            at = jax.lax.dynamic_slice_in_dim(key_positions, start, key_block)[:, None]
             keep = at <= row
             if keys % key_block:
-                keep &= (start + jnp.arange(key_block) >= new)[None, :]
+                keep &= (start + jnp.arange(key_block) >= new)[:, None]
             if visible is not None:
-                listed = jax.lax.dynamic_slice_in_dim(visible, start, key_block)[None, :]
+                listed = jax.lax.dynamic_slice_in_dim(visible, start, key_block)[:, None]
                 keep &= listed | (row - at <= window)  # a window of 0 still holds the row itself
             return keep
 
-        zero = jnp.zeros((kv_heads, row_block * group, 1), jnp.float32)
-        init = (jnp.zeros((kv_heads, row_block * group, size), jnp.float32), zero + NEGATIVE, zero)
+        zero = jnp.zeros((kv_heads, 1, row_block * group), jnp.float32)
+        init = (jnp.zeros((kv_heads, size, row_block * group), jnp.float32), zero + NEGATIVE, zero)
         num_whole = whole.sum()
         carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), init)
         out, top, total = jax.lax.fori_loop(num_whole, wanted.sum(), functools.partial(step, masked=True), carry)
         # A row that saw only masked keys has top NEGATIVE and weights exp(0); padding rows are let into whole blocks.
         empty = (top <= NEGATIVE / 2) | (row < 0)[None]
         out = jnp.where(empty, 0.0, out / jnp.where(empty, 1.0, total))
-        return out, jnp.where(empty, NEGATIVE, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
+        return out, jnp.where(empty, NEGATIVE, top + jnp.log(jnp.where(empty, 1.0, total)))[:, 0]
 
     out, lse = jax.lax.map(attend_block, (q, row_positions.reshape(blocks, row_block)))
-    out = out.reshape(blocks, kv_heads, row_block, group, size).transpose(0, 2, 1, 3, 4).reshape(-1, heads, size)
+    out = out.reshape(blocks, kv_heads, size, row_block, group).transpose(0, 3, 1, 4, 2).reshape(-1, heads, size)
     lse = lse.reshape(blocks, kv_heads, row_block, group).transpose(0, 2, 1, 3).reshape(-1, heads)
     return out[:rows].astype(v.dtype), lse[:rows]
 
