@@ -142,6 +142,7 @@ def test_perturbed_pick_is_the_mean_of_hard_ones():
     np.testing.assert_array_equal(pick(scores, 4), [1, 1, 1, 1, 0])
 
 
+@pytest.mark.slow
 def test_soft_picks_train_through_fusion(losses):
     """Every pick gives a finite, non-zero gradient of the cache error."""
     for pick in (straight_through(0.3), perturbed(jax.random.key(1), sigma=0.3, num_samples=20)):

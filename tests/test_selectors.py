@@ -112,7 +112,7 @@ def test_it_is_a_static_value(name):
 def test_picks_are_within_the_budget(one_of_each):
     """Law 6, S-01, S-02, S-09; pitfalls 29, 30, 31, 34: nested in depth, context only, exactly k at the last layer."""
     request, selector, row = build_request(), build(one_of_each), CATALOGUE[one_of_each]
-    scores = np.asarray(selector.score(evidence_of(request, selector), None))
+    scores = np.asarray(jax.jit(selector.score)(evidence_of(request, selector), None))
     layers = selector.view.layer_indices(4)
     assert scores.dtype == np.float32 and scores.ndim == 2 and scores.shape[1] == 192
     assert scores.shape[0] in {1, len(layers), selector.view.fresh} and np.isfinite(scores[:, 9:78]).all()

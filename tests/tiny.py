@@ -28,9 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_size": 12},
     "qwen2": {"num_layers": 3, "tied": True},
     "qwen3": {"num_layers": 3, "num_kv_heads": 1},
-    "phi3-partial": {"num_layers": 3, "rope": default_rope(12, 10_000.0)},
     "phi3-longrope-biases": {
-        "num_layers": 3,
+        "num_layers": 3,  # and partial rotary: 12 of 16 dimensions
         "out_bias": True,
         "mlp_bias": True,
         "rope": Rope("longrope", tuple((np.array(default_rope(12, 1e4).inv_freq) / FACTORS).tolist()), 1.19),

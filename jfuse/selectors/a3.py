@@ -1,4 +1,4 @@
-"""A^3 (2511.17560): attention of the question's rows at layer 1, smoothed along the sequence."""
+"""A^3 (2511.17560): attention of the query's rows at layer 1, smoothed along the sequence."""
 
 from typing import Any, Literal, get_args
 
@@ -19,11 +19,11 @@ Products = Literal["softmax", "raw"]
 
 @made_once
 def a3(*, products: Products = "softmax", pool: int = 5) -> Selector:
-    """A^3's selection: layers 0 and 1 run for every token, then the question's attention at layer 1 decides.
+    """A^3's selection: layers 0 and 1 run for every token, then the query's attention at layer 1 decides.
 
-    Products are added up over heads and rows of the last query segment (here the scoring rows) and averaged over
-    `pool` neighbours, across chunk borders, zeros past the ends. Recomputation is CacheBlend's. Known to us from an
-    analysis of the code, which leaves open whether the products pass through a softmax: here they do by default.
+    Products are added up over heads and all rows of the query and averaged over `pool` neighbours, across chunk
+    borders, zeros past the ends. Recomputation is CacheBlend's. Known to us from an analysis of the code, which leaves
+    open whether the products pass through a softmax: here they do by default.
 
     Args:
         products: "raw" adds up the scaled dot products themselves.
@@ -39,7 +39,7 @@ def a3(*, products: Products = "softmax", pool: int = 5) -> Selector:
     def score(evidence: Evidence, params: Any = None) -> Float[Array, "1 S"]:
         fresh = evidence._replace(pic=(evidence.fresh[1],))
         if products == "softmax":
-            mass = per_layer_attention(fresh, "all", scoring_rows(evidence, "question"), "mean", "mean")
+            mass = per_layer_attention(fresh, "all", scoring_rows(evidence, "query"), "mean", "mean")
         else:
             mass = mean_products(fresh)
         real = jnp.asarray(evidence.segments) != PADDING_SEGMENT
@@ -59,9 +59,9 @@ def a3(*, products: Products = "softmax", pool: int = 5) -> Selector:
 
 
 def mean_products(evidence: Evidence) -> Float[Array, "1 S"]:
-    """Scaled dot products averaged over heads and scoring rows: heads of one group share their key."""
+    """Scaled dot products averaged over heads and query rows: heads of one group share their key."""
     q, k = evidence.queries[0].astype(jnp.float32), evidence.pic[0].k.astype(jnp.float32)
-    rows = jnp.asarray(evidence.scoring_rows).astype(jnp.float32)
+    rows = scoring_rows(evidence, "query").astype(jnp.float32)
     q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2]).mean(2)
     return jnp.einsum("U,UKH,SKH->S", rows, q, k)[None] / (rows.sum() * k.shape[1] * jnp.sqrt(jnp.float32(k.shape[2])))
 

@@ -21,7 +21,7 @@ class Settings(NamedTuple):
 
 
 SETTINGS: dict[Preset, Settings] = {
-    "paper": Settings("context", "context", "question", "floor_min1", "2602.02579"),
+    "paper": Settings("context", "context", "query", "floor_min1", "2602.02579"),
     "qcfuse": Settings("context", "all", "question", "floor_min1", "2602.02579 as run by 2606.05875"),
     "ucm": Settings("context", "prefix+context", "question", "floor", "2602.02579 as run by UCM"),
     "kvbench": Settings("query", "context", "query", "floor", "2602.02579 as run by KVBench"),
@@ -33,10 +33,10 @@ def prophetkv(preset: Preset = "paper") -> Selector:
     """ProphetKV: attention of the query's rows, averaged over heads, rows and all layers; one set for all layers.
 
     What must be read before anything is selected is the whole cache. The paper's text was not open to us and three
-    re-implementations disagree, so each is a preset: "paper" normalises over the context alone, which gives every
-    layer, head and row the same weight; "qcfuse" over everything; "ucm" over prefix and context; "kvbench" runs the
-    query alone and lets all its rows score. In the first three only the question's rows score. Rounding is not
-    published either; "paper" takes QCFuse's.
+    re-implementations disagree, so each is a preset. "paper", from notes on it, normalises over the context alone,
+    which gives every layer, head and row the same weight, and lets all rows of the query score; "qcfuse" normalises
+    over everything and "ucm" over prefix and context, and in both only the question's rows score; "kvbench" runs the
+    query alone. Rounding is not published either; "paper" takes QCFuse's.
 
     Raises:
         ValueError: an unknown preset.

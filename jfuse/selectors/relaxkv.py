@@ -18,13 +18,13 @@ from jfuse.selectors.allocate import (
 )
 from jfuse.selectors.base import Selector
 from jfuse.selectors.made_once import made_once
-from jfuse.selectors.score import Denominator, min_max, query_attention
+from jfuse.selectors.score import Denominator, Rows, min_max, query_attention
 
 ROUND = "round_half_even_min1"
 
 
 @made_once
-def relaxkv(*, window: int = 0) -> Selector:
+def relaxkv(*, window: int = 0, scoring: Rows = "query") -> Selector:
     """RelaxKV: k = max(1, round(ratio * N)) positions per layer, by attention scaled to [0, 1] within the layer.
 
     U is the union over layers; a target runs from layer 0 to the deepest layer that chose it, sees U and itself, and
@@ -34,13 +34,14 @@ def relaxkv(*, window: int = 0) -> Selector:
 
     Args:
         window: positions before each row that it sees too; 0 is the paper's.
+        scoring: all rows of the query score in the paper; "question" leaves the template out.
 
     Raises:
         ValueError: a negative window.
     """
     return Selector(
         View("context", None),
-        min_max(query_attention(denominator="all")),
+        min_max(query_attention(denominator="all", scoring=scoring)),
         restricted(layerwise, union, window),
         rule=ROUND,
         ratio=0.15,
@@ -63,7 +64,7 @@ def relaxkv_g(*, denominator: Denominator = "context", window: int = 0) -> Selec
     ProphetKV's by default, so that with the whole prefix visible this is `prophetkv` exactly.
     """
     return relaxkv()._replace(
-        score=query_attention(denominator=denominator),
+        score=query_attention(denominator=denominator, scoring="query"),
         allocate=restricted(uniform, union_of_second, window),
         rule="floor_min1",
         ratio=0.2,

@@ -64,7 +64,7 @@ def test_fusion_equals_the_plain_formula(request_, choose, preset):
     """Version "code" keeps layer 1 fresh for every token, wherever it stops; LMCache writes the chosen ones."""
     selector = selectors.cacheblend(preset)
     selection = choose(request_, selector, 0.3)
-    fused = fuse(request_.model, request_.context, selection, row_block=32)
+    fused = fuse(request_.model, request_.context, selection, row_block=96)
     expected = dense(request_, [plain.picked(request_, row) for row in selection.recompute])
     for l, layer in enumerate(fused.kv):
         np.testing.assert_allclose(layer.k[: request_.end], expected.k[l, : request_.end], **KV)
@@ -123,7 +123,7 @@ def test_filter_never_lets_fewer_through_than_the_ratio(choose):
 def test_ends(request_, choose, preset):
     """Equality between methods, S-01, S-02: ratio 1 is full prefill, ratio 0 plain reuse with no layer refreshed."""
     selector = selectors.cacheblend(preset)
-    fused = fuse(request_.model, request_.context, choose(request_, selector, 1), row_block=32)
+    fused = fuse(request_.model, request_.context, choose(request_, selector, 1), row_block=96)
     assert np.asarray(cache_error(fused, request_.full())).max() < 1e-5
     assert not np.asarray(choose(request_, selector, 0).recompute).any()
 

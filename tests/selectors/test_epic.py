@@ -1,5 +1,6 @@
 """EPIC: the first tokens of each chunk, by count and by ratio."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,17 +22,16 @@ def firsts(count_of, lengths=LENGTHS, skip=0):
     return {int(start) + i for n, start in list(zip(lengths, starts, strict=False))[skip:] for i in range(count_of(n))}
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 16, 64])
 @pytest.mark.parametrize("prefix", [0, 9])
 @pytest.mark.parametrize("exempt_first", [True, False])
-def test_first_k_tokens(choose, k, prefix, exempt_first):
+def test_first_k_tokens(choose, prefix, exempt_first):
     """Pitfall 36: k is clipped to the chunk, never spills over; chunk 0 is exempt only where it is exact."""
     request = tiny.build_request(prefix=prefix)
-    selection = choose(request, selectors.epic(k, exempt_first=exempt_first), 0.3)
-    expected = firsts(lambda n: min(k, n), skip=int(exempt_first and not prefix))
-    for row in selection.recompute:
-        assert plain.picked(request, row) == expected
-    assert np.asarray(selection.visible).all()
+    for k in (0, 2, 16, 64):
+        selection = choose(request, selectors.epic(k, exempt_first=exempt_first), 0.3)
+        expected = firsts(lambda n, k=k: min(k, n), skip=int(exempt_first and not prefix))
+        assert all(plain.picked(request, row) == expected for row in selection.recompute)
+        assert np.asarray(selection.visible).all()
 
 
 @pytest.mark.parametrize("ratio", [0, 0.05, 0.1, 0.29, 1 / 3, 0.5, 0.9, 1])
@@ -54,7 +54,7 @@ def test_shares_are_exact_for_long_chunks(lengths):
     segments = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     nothing = np.zeros(len(segments), np.int32)
     evidence = Evidence((), (), (), (), np.ones(1, bool), nothing[:1], nothing, segments, chunk_offsets(segments))
-    score = np.asarray(start_of_chunk(False)(evidence))[0]
+    score = np.asarray(jax.jit(start_of_chunk(False))(evidence))[0]
     for percent in range(0, 101, 7):
         counts = [percent * n // 100 for n in lengths]
         top = np.argsort(-score, kind="stable")[: sum(counts)]
@@ -67,7 +67,7 @@ def test_whole_chunks_are_full_prefill(choose):
         request = tiny.build_request(prefix=prefix)
         full = request.full()
         for selector in (selectors.epic(34), selectors.epic(64, exempt_first=False)):
-            fused = fuse(request.model, request.context, choose(request, selector, None), row_block=32)
+            fused = fuse(request.model, request.context, choose(request, selector, None), row_block=96)
             assert np.asarray(cache_error(fused, full)).max() < 1e-5
 
 

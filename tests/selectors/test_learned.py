@@ -137,6 +137,7 @@ def test_weights_belong_to_their_model(tmp_path, request_, choose):
         train.load_weights(tmp_path / "nothing", model)
 
 
+@pytest.mark.slow
 def test_gradient_reaches_the_weights_through_fusion(request_, evidence):
     """The gradient of the cache's error with respect to head weights, through pick and fusion, by differences."""
     selector = selectors.learned(LAYERS, tokens="context")

@@ -87,7 +87,7 @@ def test_relaxkv_sets(request_, choose):
 def test_fusion_equals_the_dense_mask(request_, choose, name, window):
     """Retired targets are read stale, self and prefix always, the window too; against a T x T mask per layer."""
     selection = choose(request_, CONTROLS[name](window=window), 0.25)
-    fused = fuse(request_.model, request_.context, selection, row_block=32)
+    fused = fuse(request_.model, request_.context, selection, row_block=96)
     expected = request_.oracle(selection.recompute, visible=selection.visible, window=window)
     for l, layer in enumerate(fused.kv):
         np.testing.assert_allclose(layer.k[: request_.end], expected.k[l, : request_.end], **KV)
@@ -100,7 +100,7 @@ def test_ratio_one_is_full_prefill(request_, choose):
     for name in ("relaxkv", "relaxkv_full_prefix", "relaxkv_g", "global_sparse", "layerwise_sparse", "target_union"):
         selection = choose(request_, CONTROLS[name](), 1)
         assert np.asarray(selection.visible).all(), name
-        fused = fuse(request_.model, request_.context, selection, row_block=32)
+        fused = fuse(request_.model, request_.context, selection, row_block=96)
         assert np.asarray(cache_error(fused, full)).max() < 1e-5, name
     capped = choose(request_, selectors.target_capacity(), 1)
     union = choose(request_, selectors.target_union(), 0.2)
@@ -115,14 +115,14 @@ def test_g_in_the_full_context_is_prophetkv(request_, choose):
         np.testing.assert_array_equal(g.recompute, prophet.recompute)
         assert not np.asarray(g.visible).all()
         opened = g._replace(visible=np.ones_like(g.visible))
-        a, b = (fuse(request_.model, request_.context, s, row_block=32).kv for s in (opened, prophet))
+        a, b = (fuse(request_.model, request_.context, s, row_block=96).kv for s in (opened, prophet))
         for one, other in zip(a, b, strict=True):
             np.testing.assert_array_equal(one.k, other.k)
 
 
 def test_full_prefix_with_all_targets_is_full_prefill(request_, choose):
     """Pitfall 40: the control with every position as target."""
-    fused = fuse(request_.model, request_.context, choose(request_, selectors.relaxkv_full_prefix(), 1), row_block=32)
+    fused = fuse(request_.model, request_.context, choose(request_, selectors.relaxkv_full_prefix(), 1), row_block=96)
     assert np.asarray(cache_error(fused, request_.full())).max() < 1e-5
 
 
@@ -135,7 +135,7 @@ def test_a_target_of_layer_zero_changes_nothing(request_, choose):
     without = recompute.copy()
     without[0] &= ~short
     a, b = (
-        fuse(request_.model, request_.context, selection._replace(recompute=rows), row_block=32)
+        fuse(request_.model, request_.context, selection._replace(recompute=rows), row_block=96)
         for rows in (recompute, without)
     )
     assert np.asarray(cache_error(a, b)).max() < 1e-6
