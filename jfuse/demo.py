@@ -86,18 +86,26 @@ def is_right(sample: Sample, answer: str) -> bool:
     return all(wanted.lower() in answer.lower() for wanted in sample.answers)
 
 
-def prepare(model: Model, store: ChunkStore, prompt: Prompt, tick: Callable[[], object] = lambda: None) -> list[str]:
-    """Chunk ids of a prompt; those that the store lacks are encoded and put. `tick` is called once a chunk."""
-    ids = []
-    for tokens in prompt.chunks:
+def prepare(model: Model, store: ChunkStore, prompt: Prompt, tick: Callable[[], object] = lambda: None) -> StoredChunks:
+    """The chunks of a prompt; those that the store lacks are encoded and put. `tick` is called once a chunk.
+
+    What a store cannot keep, because it is read-only or full, is served from memory.
+    """
+    ids, computed = [], {}
+    for i, tokens in enumerate(prompt.chunks):
         found = store.lookup(tokens)
-        ids.append(found.id if found.hit else store.put(encode_chunk(model, tokens)))
+        if not found.hit:
+            chunk = encode_chunk(model, tokens)
+            store.put(chunk)
+            if not store.lookup(tokens).hit:
+                computed[i] = chunk
+        ids.append(found.id)
         tick()
-    return ids
+    return StoredChunks(store, ids, computed)
 
 
 def ask(
-    model: Model, store: ChunkStore, ids: Sequence[str], prompt: Prompt, method: Method, prefix: ContextCache
+    model: Model, chunks: StoredChunks, prompt: Prompt, method: Method, prefix: ContextCache
 ) -> tuple[Result, np.ndarray]:
     """Serves one question by one method, and returns the result with its teacher-forced answer logits."""
     question, rule = prompt.question, method.selector
@@ -108,7 +116,7 @@ def ask(
             limit, realised = 1.0, 1.0
         else:
             config = FusionConfig(ratio=method.ratio)
-            served = serve(model, StoredChunks(store, ids, {}), question, rule, config, prefix=prefix)
+            served = serve(model, chunks, question, rule, config, prefix=prefix)
             report = make_report(model, rule, config, served, len(question.tokens))
             limit, realised = report.flop_limit, report.realised_ratio
     answer = decode(
@@ -141,10 +149,10 @@ def compare(
     """One question by every method; the first method must be full prefill, which the KL is measured from."""
     prompt = make_prompt(sample, model.tokenizer)
     prefix = encode_prefix(model, prompt.prefix)
-    ids = prepare(model, store, prompt)
+    chunks = prepare(model, store, prompt)
     results, full = [], None
     for method in rows:
-        result, scores = ask(model, store, ids, prompt, method, prefix)
+        result, scores = ask(model, chunks, prompt, method, prefix)
         full = scores if full is None else full
         results.append(result._replace(first_kl=float(kl_divergence(full[0], scores[0]))))
         tick()
