@@ -112,7 +112,9 @@ class Executable:
 
 def available() -> bool:
     """Whether the plugin and the compilers are installed where this process looks for modules."""
-    return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None and _toolkit() is not None
+    plugins = importlib.util.find_spec("jax_plugins")
+    found = plugins is not None and importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    return found and _toolkit() is not None
 
 
 def compile_for(architecture: str, function: Callable[..., Any], *arguments: Any) -> Executable:
