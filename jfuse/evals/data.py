@@ -5,11 +5,12 @@ objects. A file is refused at its first malformed line, by name and line number.
 """
 
 import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
+
+from jfuse.evals.rows import Row, items, pairs, read_rows, text, typed
 
 QA_INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
@@ -156,9 +157,11 @@ def shipped(name: str) -> Path:
 def read_samples(path: str | Path, *, limit: int | None = None) -> list[Sample]:
     """Reads questions over passages (field `chunks`) or needle prompts (field `context`, which becomes one chunk).
 
-    A question row has `id`, `dataset`, `question`, `answers`, `chunks` (a list of `{title, text}`) and, where labelled,
-    `gold` (supporting chunks) and `spans` (characters of the text of chunk `gold[0]`). A needle row has `id`, `task`,
-    `instruction`, `example`, `context`, `question`, `answer_prefix`, `answers` and `answer_spans`.
+    A question row has `question`, `answers` and `chunks`, a list of texts or of `{title, text}`, and may have `id`
+    (else the line number), `dataset` (else the file's name) and, where labelled, `gold` (supporting chunks) and
+    `spans` (characters of the text of chunk `gold[0]`). A needle row has `id`, `task`, `instruction`, `context`,
+    `question`, `answer_prefix`, `answers`, `answer_spans` and perhaps `example`. Both may have `metric` and
+    `max_new_tokens`.
 
     Args:
         limit: read so many rows; all by default.
@@ -166,7 +169,8 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Sample]:
     Raises:
         ValueError: a malformed line, with the file's name and the line's number.
     """
-    return list(itertools.islice(_rows(Path(path), _sample), limit))
+    path = Path(path)
+    return list(itertools.islice(read_rows(path, lambda row, line: [jfuse_sample(row, line, path.stem)]), limit))
 
 
 def read_passages(path: str | Path, *, limit: int | None = None) -> list[Passage]:
@@ -175,131 +179,103 @@ def read_passages(path: str | Path, *, limit: int | None = None) -> list[Passage
     Raises:
         ValueError: a malformed line, with the file's name and the line's number.
     """
-    return list(itertools.islice(_rows(Path(path), _passage), limit))
+    return list(itertools.islice(read_rows(path, lambda row, line: [passage_of(row, line)]), limit))
 
 
-def _rows(path: Path, build: Callable[[dict[str, Any], int], Any]) -> Iterator[Any]:
-    seen: dict[str, int] = {}
-    with path.open("rb") as file:  # bytes: lines end at a line feed only, and a bad byte is found on its line
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"), parse_constant=_refuse_constant)
-                if not isinstance(row, dict):
-                    raise ValueError(f"a JSON object is expected, not {type(row).__name__}.")
-                item = build(row, line)
-                if item.id in seen:
-                    raise ValueError(f"id {item.id!r} is already that of line {seen[item.id]}; ids must differ.")
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {line}: {error}") from error
-            seen[item.id] = line
-            yield item
+def passage_of(row: Row, line: int) -> Passage:
+    """A passage from a row.
 
-
-def _refuse_constant(name: str):
-    raise ValueError(f"{name} is not JSON.")
-
-
-def _sample(row: dict[str, Any], line: int) -> Sample:
-    if "chunks" in row:
-        return _question(row)
-    if "context" in row:
-        return _needles(row)
-    raise ValueError("it has neither 'chunks' (a question over passages) nor 'context' (a needle prompt).")
-
-
-def _passage(row: dict[str, Any], line: int) -> Passage:
-    passage = Passage(_text(row, "id", str(line)), _text(row, "title", ""), _text(row, "text"))
+    Raises:
+        ValueError: no text.
+    """
+    passage = Passage(text(row, "id", str(line)), text(row, "title", ""), text(row, "text"))
     if not passage.text.strip():
         raise ValueError("field 'text' is empty; give a passage some text.")
     return passage
 
 
-def _question(row: dict[str, Any]) -> Sample:
-    question = _text(row, "question")
+def jfuse_sample(row: Row, line: int, name: str) -> Sample:
+    """A sample from a row of jfuse's own format.
+
+    Raises:
+        ValueError: a field that is missing or wrong.
+    """
+    if "chunks" in row:
+        return _question(row, line, name)
+    if "context" in row:
+        return _needles(row)
+    raise ValueError("it has neither 'chunks' (a question over passages) nor 'context' (a needle prompt).")
+
+
+def _question(row: Row, line: int, name: str) -> Sample:
+    question = text(row, "question")
     if not question.strip():
         raise ValueError("field 'question' is empty; ask something.")
-    passages = [_passage(chunk, index) for index, chunk in enumerate(_list(row, "chunks", dict))]
-    gold = _list(row, "gold", int) if row.get("gold") is not None else []
-    pairs = _pairs(row, "spans") if "spans" in row else []
+    passages = [
+        passage_of({"text": chunk} if isinstance(chunk, str) else chunk, index)
+        for index, chunk in enumerate(_chunks(row))
+    ]
+    gold = items(row, "gold", int) if row.get("gold") is not None else []
+    located = pairs(row, "spans") if "spans" in row else []
     if not all(0 <= chunk < len(passages) for chunk in gold):
         raise ValueError(f"field 'gold' is {gold}; use chunk indices from 0 to {len(passages) - 1}.")
-    if (pairs or "answer_start" in row) and not gold:
+    if (located or "answer_start" in row) and not gold:
         raise ValueError("answers are located, but 'gold' does not name the chunk they are in.")
     if "answer_start" in row:
-        start, quoted = _typed(row, "answer_start", int), _text(row, "answer_text")
+        start, quoted = typed(row, "answer_start", int), text(row, "answer_text")
         if start < 0 or not passages[gold[0]].text.startswith(quoted, start):
             raise ValueError(f"'answer_text' {quoted!r} does not stand at character {start} of chunk {gold[0]}.")
-    for start, end in pairs:
+    for start, end in located:
         if not 0 <= start < end <= len(passages[gold[0]].text):
             raise ValueError(f"span [{start}, {end}) is not inside chunk {gold[0]}.")
     head = len(passages[gold[0]].content) - len(passages[gold[0]].text) if gold else 0
+    return question_over(
+        passages,
+        id=text(row, "id", str(line)),
+        task=text(row, "dataset", name),
+        question=question,
+        answers=tuple(items(row, "answers", str)),
+        spans=tuple(Span(gold[0], head + start, head + end) for start, end in located),
+        gold=tuple(gold),
+        **_optional(row),
+    )
+
+
+def question_over(passages: Iterable[Passage], *, question: str, **fields) -> Sample:
+    """A question over passages, in the words of LongBench's multi-document tasks; `fields` are those of `Sample`."""
     return Sample(
-        id=_text(row, "id"),
-        task=_text(row, "dataset"),
         instruction=QA_INSTRUCTION,
         example="",
         chunks=tuple(passage.content for passage in passages),
         question=f"Question: {question}",
         answer_prefix="Answer:",
-        answers=tuple(_list(row, "answers", str)),
-        spans=tuple(Span(gold[0], head + start, head + end) for start, end in pairs),
-        gold=tuple(gold),
-        scoring="any",
+        **fields,
     )
 
 
-def _needles(row: dict[str, Any]) -> Sample:
+def _chunks(row: Row) -> list[str] | list[Row]:
+    given = typed(row, "chunks", list)
+    return items(row, "chunks", str if given and isinstance(given[0], str) else dict)
+
+
+def _needles(row: Row) -> Sample:
     return Sample(
-        id=_text(row, "id"),
-        task=_text(row, "task"),
-        instruction=_text(row, "instruction"),
-        example=_text(row, "example", ""),
-        chunks=(_text(row, "context"),),
-        question=_text(row, "question"),
-        answer_prefix=_text(row, "answer_prefix"),
-        answers=tuple(_list(row, "answers", str)),
-        spans=tuple(Span(0, start, end) for start, end in _pairs(row, "answer_spans")),
+        id=text(row, "id"),
+        task=text(row, "task"),
+        instruction=text(row, "instruction"),
+        example=text(row, "example", ""),
+        chunks=(text(row, "context"),),
+        question=text(row, "question"),
+        answer_prefix=text(row, "answer_prefix"),
+        answers=tuple(items(row, "answers", str)),
+        spans=tuple(Span(0, start, end) for start, end in pairs(row, "answer_spans")),
         gold=(0,),
         scoring="all",
+        **_optional(row),
     )
 
 
-def _typed(row: dict[str, Any], name: str, kind: type) -> Any:
-    if name not in row:
-        raise ValueError(f"field {name!r} is missing.")
-    value = row[name]
-    if type(value) is not kind:
-        raise ValueError(f"field {name!r} is {value!r:.60}, of type {type(value).__name__}; use {kind.__name__}.")
-    return value
-
-
-def _text(row: dict[str, Any], name: str, default: str | None = None) -> str:
-    if name not in row and default is not None:
-        return default
-    return _unicode(_typed(row, name, str), name)
-
-
-def _unicode(text: str, name: str) -> str:
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"field {name!r} holds half a surrogate pair, which no tokenizer can read.")
-    return text
-
-
-def _list(row: dict[str, Any], name: str, kind: type) -> list[Any]:
-    values = _typed(row, name, list)
-    for value in values:
-        if type(value) is not kind:
-            raise ValueError(f"field {name!r} holds {value!r:.60}; use a list of {kind.__name__}.")
-        if kind is str:
-            _unicode(value, name)
-    return values
-
-
-def _pairs(row: dict[str, Any], name: str) -> list[list[int]]:
-    pairs = _list(row, name, list)
-    for pair in pairs:
-        if len(pair) != 2 or any(type(value) is not int for value in pair):
-            raise ValueError(f"field {name!r} holds {pair!r:.60}; use pairs [start, end] of integers.")
-    return pairs
+def _optional(row: Row) -> Row:
+    """What a row may say about its scoring."""
+    kinds = {"metric": str, "max_new_tokens": int}
+    return {name: typed(row, name, kind) for name, kind in kinds.items() if name in row}

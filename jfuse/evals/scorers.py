@@ -23,7 +23,10 @@ Scorer = Callable[[str, str], float]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CONTROL = re.compile(r"[\x00-\x1f]")
-_FULL_WIDTH = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+_FULL_WIDTH = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
+    "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _FULL_WIDTH)
 

@@ -57,6 +57,14 @@ def test_question_row(tmp_path):
     assert sample.reference == "the Seine"
 
 
+def test_a_question_may_have_the_least_fields(tmp_path):
+    """A user's own file: question, answers and passages as texts."""
+    row = {"question": "Which river?", "answers": ["Seine"], "chunks": ["The Tiber crosses Rome.", "Here flows it."]}
+    first, second = read_samples(write(tmp_path / "mine.jsonl", row, {**row, "metric": "match_part"}))
+    assert (first.id, first.task, first.rule) == ("1", "mine", "f1")
+    assert (second.id, second.rule, second.chunks) == ("2", "match_part", tuple(row["chunks"]))
+
+
 def test_needle_row(tmp_path):
     (sample,) = read_samples(write(tmp_path / "n.jsonl", NEEDLES))
     assert texts(sample) == ["123", "456"]
@@ -105,7 +113,10 @@ def without(row, name):
         ({**QUESTION, "answers": []}, "answers is empty"),
         ({**QUESTION, "answers": ["x", None]}, "'answers' holds None"),
         ({**QUESTION, "chunks": []}, "gold"),
-        ({**QUESTION, "chunks": ["text"]}, "'chunks' holds 'text'"),
+        ({**QUESTION, "chunks": [QUESTION["chunks"][0], "text"]}, "'chunks' holds 'text'"),
+        ({**QUESTION, "chunks": ["text", 7]}, "'chunks' holds 7"),
+        ({**QUESTION, "metric": "bleu"}, "metric is 'bleu'; use one of f1"),
+        ({**QUESTION, "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({**QUESTION, "chunks": [{"title": "T", "text": ""}, QUESTION["chunks"][1]]}, "'text' is empty"),
         ({**QUESTION, "gold": [2]}, "'gold' is \\[2\\]; use chunk indices from 0 to 1"),
         ({**QUESTION, "gold": None}, "does not name the chunk"),
