@@ -16,6 +16,7 @@ import tyro
 from jfuse.cli.ask import Answer, Generate
 from jfuse.cli.command import Command
 from jfuse.cli.demo import Demo
+from jfuse.cli.evaluate import Eval
 from jfuse.cli.listings import Models, Selectors
 from jfuse.cli.model import Convert, Profile, Verify
 from jfuse.cli.store import Encode, Inspect
@@ -26,6 +27,7 @@ COMMANDS: dict[str, type[Command]] = {
     "answer": Answer,
     "generate": Generate,
     "profile": Profile,
+    "eval": Eval,
     "verify": Verify,
     "inspect": Inspect,
     "models": Models,

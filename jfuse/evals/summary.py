@@ -1,0 +1,210 @@
+"""From rows to figures: raw means beside the share of the gap from reuse to full prefill that each method closes.
+
+In go the rows of a run; out come `Cell`s, one per model, task, method and ratio, and paired comparisons. All methods
+are placed on the same samples: a sample that lacks one of the planned methods counts for none.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy import stats
+
+from jfuse.evals.methods import FULL, REUSE
+from jfuse.evals.records import Row
+
+BETTER = {"kl": -1, "first_kl": -1, "nll": -1, "top1": 1, "score": 1}
+"""Measures on which a gap is closed, and whether they should grow."""
+
+OTHERS = ("realised", "visible", "recall", "context", "ttft")
+RESAMPLES = 2000
+SEED = 0
+
+Group = dict[tuple[str, float], dict[str, Row]]  # rows by method and ratio, then by sample
+
+
+class Share(NamedTuple):
+    """A share of the gap with its 95 % bootstrap interval; None throughout where there is no clear gap."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class Cell(NamedTuple):
+    """One method on one task."""
+
+    model: str
+    task: str
+    method: str
+    ratio: float
+    n: int
+    mean: dict[str, float]  # of every measure that the rows have
+    error: dict[str, float]  # standard errors of these
+    closed: dict[str, Share]  # (reuse - x) / (reuse - full), means first
+
+
+class Pair(NamedTuple):
+    """Two methods at one ratio on the same samples; negative differences speak for the first."""
+
+    model: str
+    task: str
+    first: str
+    second: str
+    ratio: float
+    n: int
+    difference: float  # mean KL of the first less that of the second, as a share of the mean KL of reuse
+    low: float
+    high: float
+    wins: int  # samples on which the first has the smaller KL
+
+
+def cells(rows: Iterable[Row], planned: Mapping[str, int] | None = None) -> list[Cell]:
+    """Every method on every task.
+
+    Args:
+        planned: method keys (`Method.key`) with the number of samples each is to be measured on. Samples that lack one
+            of them are left out; by default all methods found are planned for all samples.
+    """
+    found = []
+    for (model, task), group in _groups(rows, planned):
+        for (method, ratio), own in group.items():
+            found.append(_cell(model, task, method, ratio, own, group))
+    return found
+
+
+def pairs(
+    rows: Iterable[Row], planned: Mapping[str, int] | None = None, *, methods: Sequence[str] | None = None
+) -> list[Pair]:
+    """Every two methods at one ratio, on the samples that both were measured on.
+
+    Args:
+        methods: only these; all by default.
+    """
+    found = []
+    for (model, task), group in _groups(rows, planned):
+        keys = [key for key in group if key[0] not in (FULL, REUSE) and (methods is None or key[0] in methods)]
+        for i, first in enumerate(keys):
+            for second in keys[i + 1 :]:
+                ids = [id for id in group[first] if id in group[second]]
+                if first[1] == second[1] and len(ids) > 1:
+                    found.append(_pair(model, task, first, second, ids, group))
+    return found
+
+
+def averages(found: Sequence[Cell], measure: str = "kl") -> dict[tuple[str, str, float], float]:
+    """Mean share closed per model, method and ratio over the tasks that have a clear gap, which is the same for all."""
+    shares: dict[tuple[str, str, float], list[float]] = {}
+    for cell in found:
+        value = cell.closed[measure].value if measure in cell.closed else None
+        if value is not None:
+            shares.setdefault((cell.model, cell.method, cell.ratio), []).append(value)
+    most = max(map(len, shares.values()), default=0)
+    return {key: float(np.mean(values)) for key, values in shares.items() if len(values) == most}
+
+
+def incomplete(rows: Sequence[Row], planned: Mapping[str, int] | None = None) -> int:
+    """Samples with rows that do not count, because a planned method is missing."""
+    used = {
+        (model, task, id) for (model, task), group in _groups(rows, planned) for own in group.values() for id in own
+    }
+    return len({(row["model"], row["task"], row["id"]) for row in rows} - used)
+
+
+def gap(full: Float[np.ndarray, " n"], reuse: Float[np.ndarray, " n"], better: int) -> float | None:
+    """How much better full prefill is than reuse, or None under two standard errors of the paired difference."""
+    difference = better * (full - reuse)
+    if len(difference) < 2:
+        return None
+    error = float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    mean = float(difference.mean())
+    return mean if mean > 0 and mean >= 2 * error else None
+
+
+def _groups(rows: Iterable[Row], planned: Mapping[str, int] | None):
+    tables: dict[tuple[str, str], Group] = {}
+    for row in rows:
+        group = tables.setdefault((row["model"], row["task"]), {})
+        group.setdefault((row["method"], row["ratio"]), {})[row["id"]] = row
+    for key, group in tables.items():
+        index = {id: row["index"] for own in group.values() for id, row in own.items()}
+        limits = planned or {f"{method}@{ratio:g}": len(index) for method, ratio in group}
+        names = {f"{method}@{ratio:g}": (method, ratio) for method, ratio in group}
+        used = {
+            id
+            for id, place in index.items()
+            if all(id in group.get(names.get(name, ("", 0.0)), {}) for name, limit in limits.items() if place < limit)
+        }
+        kept = {
+            method: {id: own[id] for id in sorted(used & own.keys(), key=index.__getitem__)}
+            for method, own in group.items()
+        }
+        yield key, {method: own for method, own in kept.items() if own}
+
+
+def _cell(model: str, task: str, method: str, ratio: float, own: dict[str, Row], group: Group) -> Cell:
+    ids = list(own)
+    mean, error, closed = {}, {}, {}
+    for name in (*BETTER, *OTHERS):
+        if all(own[id].get(name) is not None for id in ids):
+            values = _column(own, ids, name)
+            mean[name] = float(values.mean())
+            error[name] = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+    ends = [group.get(key, {}) for key in ((FULL, 1.0), (REUSE, 0.0))]
+    for name in BETTER:
+        if name in mean and all(id in end for end in ends for id in ids):
+            full, reuse = (_column(end, ids, name) for end in ends)
+            closed[name] = _share(_column(own, ids, name), full, reuse, BETTER[name])
+    return Cell(model, task, method, ratio, len(ids), mean, error, closed)
+
+
+def _column(own: dict[str, Row], ids: Sequence[str], name: str) -> Float[np.ndarray, " n"]:
+    return np.array([own[id][name] for id in ids], np.float64)
+
+
+def _share(
+    own: Float[np.ndarray, " n"], full: Float[np.ndarray, " n"], reuse: Float[np.ndarray, " n"], better: int
+) -> Share:
+    whole = gap(full, reuse, better)
+    if whole is None:
+        return Share(None, None, None)
+    value = float((better * (own - reuse)).mean()) / whole
+    low, high = _interval((own - reuse, full - reuse), lambda a, b, axis: a.mean(axis) / b.mean(axis))
+    return Share(value, low, high)
+
+
+def _pair(model: str, task: str, first, second, ids: list[str], group: Group) -> Pair:
+    a, b, reuse = (_column(group[key], ids, "kl") for key in (first, second, (REUSE, 0.0)))
+    low, high = _interval((a - b, reuse), lambda d, r, axis: d.mean(axis) / r.mean(axis))
+    difference = float((a - b).mean() / reuse.mean())
+    return Pair(model, task, first[0], second[0], first[1], len(ids), difference, low, high, int((a < b).sum()))
+
+
+def _interval(samples: tuple[Float[np.ndarray, " n"], ...], statistic) -> tuple[float, float]:
+    """95 % percentile bootstrap, samples drawn together; the same draws for every method."""
+    if len(samples[0]) < 2 or all(np.ptp(sample) == 0 for sample in samples):
+        point = float(statistic(*samples, axis=-1))
+        return point, point
+    result = stats.bootstrap(
+        samples,
+        statistic,
+        n_resamples=RESAMPLES,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def as_row(cell: Cell) -> dict[str, Any]:
+    """A cell as one flat row, for tables and CSV; what is missing is None."""
+    row: dict[str, Any] = {name: getattr(cell, name) for name in ("model", "task", "method", "ratio", "n")}
+    for name in (*BETTER, *OTHERS):
+        row[name], row[f"{name}_se"] = cell.mean.get(name), cell.error.get(name)
+        if name in BETTER:
+            share = cell.closed.get(name, Share(None, None, None))
+            row |= {f"{name}_closed": share.value, f"{name}_closed_low": share.low, f"{name}_closed_high": share.high}
+    return row

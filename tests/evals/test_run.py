@@ -1,0 +1,196 @@
+"""A run can be stopped anywhere and goes on (M-09), belongs to its settings (M-08), and measures what it says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jfuse.config import FusionConfig
+from jfuse.evals import run as running
+from jfuse.evals.manifest import without_folders
+from jfuse.evals.measure import Case, Setting
+from jfuse.evals.methods import FULL, make_methods
+from jfuse.evals.prompts import make_prompt
+from jfuse.evals.records import ROWS, TIMINGS, Records, read_rows
+from jfuse.evals.results import write_results
+from jfuse.evals.run import evaluate, make_plan
+from jfuse.evals.settings import Entry, Settings, Task
+from jfuse.evals.workload import draw
+from jfuse.pipeline import ResidentChunks, encode_prefix, full_prefill, serve
+from jfuse.selectors import by_name
+from jfuse.stitch import make_layout
+from tests.evals.small import text_model
+
+SETTING = Setting(pad_to=64, row_block=32, staircase_block=32)
+METHODS = (Entry("epic", (0.3,)), Entry("prophetkv", (0.3,)), Entry("random", (0.5,), limit=2))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Three questions over passages of single bytes, answers labelled."""
+    rows = []
+    for number in range(3):
+        texts = [f"The {word} of town {number} is {number + i}{i}." for i, word in enumerate(("mayor", "river"))]
+        start = texts[1].index(" is ") + 4
+        chunks = [{"title": "", "text": text} for text in texts]
+        row = {"id": f"q{number}", "dataset": "towns", "question": "The river?", "answers": [texts[1][start:-1]]}
+        rows.append(row | {"chunks": chunks, "gold": [1], "spans": [[start, len(texts[1]) - 1]]})
+    path = tmp_path_factory.mktemp("data") / "towns.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(data, **changes) -> Settings:
+    task = Task("towns", data=str(data), example=False, new_tokens=3)
+    return Settings(**({"tasks": (task,), "methods": METHODS, "limit": 3, "models": ("tiny",)} | changes))
+
+
+def run(data, out, **changes) -> int:
+    return evaluate(settings(data, **changes), out, load=lambda name, dtype: text_model(), setting=SETTING)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that nothing stopped."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert run(data, out) == 3 * 4 + 2  # full, reuse, epic and prophetkv, and random on two samples
+    return out
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_stopped_run_goes_on_to_the_same_bytes(data, whole, tmp_path, monkeypatch, stop):
+    """M-09: killed after any row, a line torn; then 100 % of the rows, each once, and the same metrics."""
+    measure, seen = running.measure_item, []
+
+    def breaks(*arguments, **options):
+        for row in measure(*arguments, **options):
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+            seen.append(row)
+            yield row
+
+    monkeypatch.setattr(running, "measure_item", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, tmp_path / "run")
+    monkeypatch.undo()
+    for name in (ROWS, TIMINGS):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"model": "tiny", "task": "to')  # the line that was being written
+    assert run(data, tmp_path / "run") == 14 - stop
+    assert (tmp_path / "run" / ROWS).read_bytes() == (whole / ROWS).read_bytes()
+    keys = [(row["id"], row["method"]) for row in read_rows(tmp_path / "run" / ROWS)]
+    assert len(set(keys)) == len(keys) == 14
+    for name in ("metrics.json", "metrics.csv"):
+        write_results(whole), write_results(tmp_path / "run")
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+    assert run(data, tmp_path / "run") == 0
+
+
+def test_other_settings_are_refused_and_more_of_the_same_joins(data, whole, tmp_path):
+    """M-08: rows are never overwritten, nor mixed with those of another run."""
+    before = (whole / ROWS).read_bytes()
+    with pytest.raises(ValueError, match=r"holds rows of another run: tasks.towns.new_tokens was 3 and is 0"):
+        run(data, whole, tasks=(Task("towns", data=str(data), example=False),))
+    with pytest.raises(ValueError, match=r"models.tiny.fingerprint was"):
+        evaluate(
+            settings(data), whole, load=lambda name, dtype: text_model(2), setting=SETTING
+        )  # another model of the same name
+    assert (whole / ROWS).read_bytes() == before
+    first = settings(data, methods=METHODS[:1], limit=2)
+    model = text_model()
+    assert len(make_plan(first, "tiny", model, setting=SETTING).items) == 2
+    with Records(tmp_path, make_plan(first, "tiny", model).identity | {"tasks": {"a": 1}}) as records:
+        records.add({"model": "tiny", "task": "a", "id": "1", "method": "epic", "ratio": 0.3}, {"seconds": 0.1})
+    grown = make_plan(first, "tiny", model).identity | {"tasks": {"b": 2}}
+    with Records(tmp_path, grown) as records:
+        assert records.identity["tasks"] == {"a": 1, "b": 2} and len(records.rows) == 1
+        with pytest.raises(ValueError, match="is there already"):
+            records.add({"model": "tiny", "task": "a", "id": "1", "method": "epic", "ratio": 0.3}, {})
+        with pytest.raises(BlockingIOError, match="Another process"), Records(tmp_path, grown):
+            pass
+
+
+def test_damage_before_the_last_line_is_refused(tmp_path):
+    with Records(tmp_path, {"a": 1}) as records:
+        for id in "12":
+            records.add({"model": "m", "task": "t", "id": id, "method": "epic", "ratio": 0.3}, {})
+    content = (tmp_path / ROWS).read_bytes()
+    (tmp_path / ROWS).write_bytes(b"{" + content)
+    with pytest.raises(ValueError, match=r"predictions.jsonl, line 1 is damaged"), Records(tmp_path, {"a": 1}):
+        pass
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no manifest.json"), Records(tmp_path, {"a": 1}):
+        pass
+
+
+def test_figures_are_those_of_the_serving_path(data, whole):
+    """KL, NLL and realised ratio against `serve` and `full_prefill` of every prefix of the answer, in plain NumPy."""
+    model = text_model()
+    sample = draw(settings(data).tasks[0], model.tokenizer, 1)[0]
+    prompt = make_prompt(sample, model.tokenizer)
+    prefix = encode_prefix(model, prompt.prefix)
+    case = Case(model, prompt, setting=SETTING)
+    method = make_methods(["prophetkv"], [0.3])[-1]
+    assert method.selector is not None
+    selection = case.choose(method)
+    config = FusionConfig(0.3, pad_to=64, row_block=32)
+    source = ResidentChunks(case._chunks)
+    served = serve(model, source, prompt.question, method.selector, config, prefix=prefix)
+    full, fused = [], []
+    for step in range(len(prompt.reference)):
+        query = np.concatenate([prompt.question.tokens, prompt.reference[:step]])
+        question = prompt.question._replace(tokens=query)
+        layout = make_layout(prompt.chunks, prompt.prefix, pad_to=64)
+        full.append(full_prefill(model, layout, question).first)
+        first = case.model, served.context, query
+        from jfuse.generate import prefill_query
+
+        fused.append(prefill_query(*first)[0])
+    full, fused = (_log_softmax(np.asarray(x, np.float64)) for x in (full, fused))
+    kl = (np.exp(full) * (full - fused)).sum(-1)
+    row = next(row for row in read_rows(whole / ROWS) if row["method"] == "prophetkv")
+    assert row["id"] == "q0"
+    np.testing.assert_allclose([row["kl"], row["first_kl"]], [kl.mean(), kl[0]], rtol=2e-3, atol=1e-7)
+    nll = -fused[np.arange(len(prompt.reference)), prompt.reference].mean()
+    np.testing.assert_allclose(row["nll"], nll, rtol=1e-5)
+    recompute = np.asarray(selection.recompute)
+    assert row["rows"] == recompute.sum(1).tolist()
+    assert row["realised"] == pytest.approx(recompute.sum() / (recompute.shape[0] * row["context"]), abs=1e-6)
+    ends = {row["method"]: row for row in read_rows(whole / ROWS) if row["id"] == "q0"}
+    assert ends[FULL]["kl"] == 0 and ends["reuse"]["realised"] == 0 and ends["reuse"]["kl"] > 0
+
+
+def _log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def test_samples_that_do_not_fit_are_left_out_for_every_method(data):
+    """M-06: denominators stay equal."""
+    model = text_model()
+    small = model.replace(config=model.config.__class__(**{**vars(model.config), "max_positions": 100}))
+    plan = make_plan(settings(data), "tiny", small, setting=SETTING)
+    assert not plan.items and plan.too_long == ["towns/q0", "towns/q1", "towns/q2"]
+
+
+def test_own_selector_is_measured_beside_others(data, tmp_path):
+    """A selector of the user's own, by the name that the settings use."""
+    own = by_name("epic")._replace(name="mine")
+    evaluate(
+        settings(data, methods=(Entry("mine", (0.3,)),), limit=1),
+        tmp_path,
+        selectors={"mine": own},
+        load=lambda name, dtype: text_model(),
+        setting=SETTING,
+    )
+    assert [row["method"] for row in read_rows(tmp_path / ROWS)] == [FULL, "reuse", "mine"]
+
+
+def test_manifest_names_no_folder_and_no_secret(whole):
+    manifest = json.loads((whole / "manifest.json").read_text())
+    text = json.dumps(manifest)
+    assert str(whole.parent) not in text and "/" not in manifest["settings"]["tasks"][0]["data"]
+    assert manifest["identity"]["tasks"]["towns"]["data_sha256"] and manifest["versions"]["jax"]
+    assert without_folders("/home/ann/m.gguf") == "m.gguf" and without_folders("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    for secret in ("--token=abc", "HF_TOKEN=abc", "hf_abcdefghijkl", "s3://key:pass@bucket/x"):
+        assert without_folders(secret) == "***"
