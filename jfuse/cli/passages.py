@@ -29,10 +29,14 @@ def read_files(paths: Sequence[Path]) -> list[tuple[Path, Passage]]:
 
     Raises:
         ValueError: nothing to read, an unknown kind of file, or a malformed line, by file and number.
+        FileNotFoundError: a path that is not there.
     """
     if not paths:
         raise ValueError("No passages are named; give .jsonl, .txt or .md files, or a folder that holds some.")
-    return [(file, passage) for path in paths for file in _files(path) for passage in _passages(file)]
+    found = [(file, passage) for path in paths for file in _files(path) for passage in _passages(file)]
+    if not found:
+        raise ValueError(f"There is no text in {', '.join(map(str, paths))}; give files that hold passages.")
+    return found
 
 
 def cut(passages: Sequence[tuple[Path, Passage]], tokenizer: Tokenizer, chunk_tokens: int) -> Iterator[Piece]:
@@ -56,6 +60,8 @@ def _files(path: Path) -> list[Path]:
         if not found:
             raise ValueError(f"{path} holds no .jsonl, .txt or .md file; name the folder that does.")
         return found
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {path}; give .jsonl, .txt or .md files, or a folder that holds some.")
     if path.suffix not in (*TEXT, *LINES):
         raise ValueError(f"{path} is of no known kind; give .jsonl, .txt or .md files, or a folder that holds some.")
     return [path]
