@@ -18,6 +18,7 @@ from jfuse.config import Implementation, round_up
 from jfuse.models.config import ModelConfig
 from jfuse.models.decoder import Model, Params, Rows, finish, project, start
 from jfuse.pallas.rotate import rotate
+from jfuse.pallas.scatter_rows import scatter_rows
 from jfuse.pallas.selective_attention import selective_attention
 from jfuse.pallas.soft_attention import soft_attention
 from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnyArray, ContextCache, LayerKV, Selection
@@ -120,7 +121,7 @@ def fuse_layers(
             state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
         if sizes[l + 1] == 0:
             write = _write_layer_donating if donate else write_layer
-            yield write(model.config, model.layers[l], state, pic)
+            yield write(model.config, model.layers[l], state, pic, implementation=implementation)
             continue
         same = work.rows[l + 1] == work.rows[l]  # nested sets of one size are one set
         stay = None if same else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
@@ -203,7 +204,7 @@ def _fuse_layer(
         keys: the restricted context; None when rows see everything before them.
     """
     x, rows = state.x, state.rows
-    q, layer = _project_into(config, block, state, pic)
+    q, layer = _project_into(config, block, state, pic, implementation)
     if stay is not None:
         x, q = (a.at[stay].get(mode="fill", fill_value=0) for a in (x, q))
         rows = _take_rows(rows, stay)
@@ -221,28 +222,26 @@ def _fuse_layer(
     return finish(config, block, x, attended), layer
 
 
-def _write_layer(config: ModelConfig, block: Params, state: FusionState, pic: LayerKV) -> LayerKV:
+def _write_layer(
+    config: ModelConfig, block: Params, state: FusionState, pic: LayerKV, *, implementation: Implementation = None
+) -> LayerKV:
     """The layer after which no row goes on: keys and values are written, attention and MLP are left out."""
-    return _project_into(config, block, state, pic)[1]
+    return _project_into(config, block, state, pic, implementation)[1]
 
 
 def _project_into(
-    config: ModelConfig, block: Params, state: FusionState, pic: LayerKV
+    config: ModelConfig, block: Params, state: FusionState, pic: LayerKV, implementation: Implementation
 ) -> tuple[Float[Array, "R N H"], LayerKV]:
     """Queries of the rows, not rotated, and the layer with the rows' keys and values in it."""
     q, k, v = project(config, block, state.x)
-    k = rotate(k, state.rows.cos, state.rows.sin)
-    return q, LayerKV(_scatter(pic.k, state.place, k), _scatter(pic.v, state.place, v))
+    new = LayerKV(rotate(k, state.rows.cos, state.rows.sin), v)
+    return q, scatter_rows(pic, state.place, new, implementation=implementation)
 
 
 fuse_layer = jax.jit(_fuse_layer, static_argnames=("config", "implementation"))
 _fuse_layer_donating = jax.jit(_fuse_layer, static_argnames=("config", "implementation"), donate_argnames="pic")
-write_layer = jax.jit(_write_layer, static_argnames="config")
-_write_layer_donating = jax.jit(_write_layer, static_argnames="config", donate_argnames="pic")
-
-
-def _scatter(target: Float[Array, "S K H"], index: Int[Array, " R"], rows: Float[Array, "R K H"]):
-    return target.at[index].set(rows.astype(target.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
+write_layer = jax.jit(_write_layer, static_argnames=("config", "implementation"))
+_write_layer_donating = jax.jit(_write_layer, static_argnames=("config", "implementation"), donate_argnames="pic")
 
 
 @functools.partial(jax.jit, static_argnames="remat")

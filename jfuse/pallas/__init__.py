@@ -3,6 +3,7 @@
 from jfuse.pallas.attention_mass import attention_mass, log_mass
 from jfuse.pallas.place import place
 from jfuse.pallas.rotate import rotate
+from jfuse.pallas.scatter_rows import scatter_rows
 from jfuse.pallas.selective_attention import attend, merge, partial_attention, selective_attention
 from jfuse.pallas.soft_attention import soft_attention
 
@@ -14,6 +15,7 @@ __all__ = [
     "partial_attention",
     "place",
     "rotate",
+    "scatter_rows",
     "selective_attention",
     "soft_attention",
 ]

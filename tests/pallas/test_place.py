@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.ahead_of_time import available, compile_for
 from jfuse.models.rope import Rope, angles, default_rope
-from jfuse.pallas.place import place
+from jfuse.pallas.choice import INTERPRETED, pretended
+from jfuse.pallas.place import place, place_half
 from jfuse.pallas.rotate import rotate
 from jfuse.types import LayerKV
 
@@ -132,3 +134,76 @@ def test_low_precision_keys_are_rotated_in_float32():
     exact = np.outer(at.astype(float), rope.inv_freq)
     error = np.maximum(np.abs(cos - np.cos(exact)), np.abs(sin - np.sin(exact))).max(-1)
     assert error[3] < 1e-3 and error[5] < 6e-3
+
+
+# Buffer length, chunk length, KV heads, head size, rotated half, start, length, dtypes of buffer and chunk.
+QUICK = [
+    (67, 17, 2, 80, 40, 5, 17, "float32", "float32"),
+    (100, 64, 3, 96, 32, 70, 29, "bfloat16", "bfloat16"),  # partial rotary; the chunk reaches past the end
+    (40, 64, 1, 72, 36, 7, 33, "bfloat16", "float32"),  # a chunk longer than the buffer
+]
+MORE = [
+    (1, 1, 1, 64, 32, 0, 1, "float32", "float32"),
+    (300, 128, 8, 128, 64, 172, 128, "bfloat16", "bfloat16"),
+    (131, 127, 2, 256, 128, 3, 101, "float32", "float32"),
+    (100, 64, 2, 64, 10, 100, 0, "float32", "float32"),  # nothing at all
+]
+
+
+def kernel_case(room, size, heads, head_size, half, start, length, kind, chunk_kind):
+    rng = np.random.default_rng([room, size, head_size])
+    values = lambda n, dtype: LayerKV(*(jnp.asarray(rng.standard_normal((n, heads, head_size)), dtype) for _ in "kv"))  # noqa: E731
+    at = np.arange(size, dtype=np.int32) + start
+    where = jnp.int32(start), jnp.int32(length)
+    return values(room, kind), values(size, chunk_kind), *where, *table(default_rope(2 * half, 1e4), at)
+
+
+def check_kernel(case):
+    """Keys to one rounding of the buffer's dtype, values and everything outside bit for bit."""
+    buffer, chunk, *where = kernel_case(*case)
+    expected = place(jax.tree.map(jnp.copy, buffer), chunk, *where)
+    with pretended(INTERPRETED):
+        keys = place_half(jnp.copy(buffer.k), chunk.k, *where[:2], tuple(where[2:]), implementation="pallas")
+        values = place_half(jnp.copy(buffer.v), chunk.v, *where[:2], None, implementation="pallas")
+        placed = place(buffer, chunk, *where, implementation="pallas")
+    inside = slice(case[5], case[5] + case[6])
+    for ours in (placed, LayerKV(keys, values)):
+        np.testing.assert_array_equal(ours.v, expected.v)
+        k, reference = (np.asarray(a.astype(jnp.float32)) for a in (ours.k, expected.k))
+        bound = 1e-5 if case[7] == "float32" else 2e-2
+        np.testing.assert_allclose(k[inside], reference[inside], rtol=0, atol=bound * 4)
+        outside = np.delete(np.arange(case[0]), np.r_[inside])
+        np.testing.assert_array_equal(k[outside], reference[outside])
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_the_kernel_equals_the_definition(case):
+    """K-01, K-02, K-05."""
+    check_kernel(case)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_the_kernel_equals_the_definition_everywhere(case):
+    """K-01, K-02, K-05."""
+    check_kernel(case)
+
+
+def test_without_a_gpu_pallas_is_refused():
+    """No silent fallback."""
+    with pytest.raises(ValueError, match="GPU"):
+        place(*kernel_case(*QUICK[0]), implementation="pallas")
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not available(), reason="`make kernels` brings the compilers")
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("gpu", ["sm_90a", "sm_80"])
+def test_it_compiles_in_place(gpu, size):
+    """A donated buffer is neither copied nor held twice; no spills."""
+    shape = jax.ShapeDtypeStruct
+    buffer, chunk = (LayerKV(*[shape((n, 8, size), jnp.bfloat16)] * 2) for n in (10_240, 512))
+    tables = [shape((512, size // 2), jnp.float32)] * 2
+    done = compile_for(gpu, place, buffer, chunk, *[shape((), jnp.int32)] * 2, *tables)
+    assert done.temporary_bytes == 0 and [kernel.name for kernel in done.kernels] == ["place"]
+    assert done.kernels[0].spill_bytes == 0
