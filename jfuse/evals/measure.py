@@ -67,7 +67,7 @@ class Case:
         self.stale = stitch(self._chunks, model.config.rope, prefix=self._prefix, pad_to=setting.pad_to)
         self._layout = make_layout(prompt.chunks, prefix_tokens(self._prefix), pad_to=setting.pad_to)
         self.full = full_prefill(model, self._layout, prompt.question).context
-        self._full_logits = self._answer(self.full)
+        self.full_logits = self._answer(self.full)
         self._evidence: dict[View, Evidence] = {}
         self._anchors: dict[tuple[str, float], AnchorCache] = {}
         self._recall: dict[Selector, float | None] = {}
@@ -88,19 +88,28 @@ class Case:
         """
         selector, seconds = method.selector, {}
         if selector is None:
-            fused, logits = self.full, self._full_logits
+            fused, logits = self.full, self.full_logits
             figures = {"realised": 1.0, "rows": None, "visible": 1.0, "recall": None}
         else:
             selection = self.choose(method)
             fused = self.fuse(selection)
             logits = self._answer(fused)
-            figures = self._spent(selection) | {"recall": self._recall_of(selector)}
+            figures = self.spent(selection) | {"recall": self._recall_of(selector)}
         if ttft:
             seconds = self._time(method)
         answer = None
         if new_tokens:
             answer = generate(self.model, fused, self.prompt.question.tokens, max_new_tokens=new_tokens)
         return Measured(self._scored(logits) | figures, answer, seconds)
+
+    def spent(self, selection: Selection) -> dict[str, Any]:
+        """What a selection costs: states recomputed, rows per layer, share of the context that rows may see."""
+        recompute, context = np.asarray(selection.recompute), np.asarray(self.stale.segments) >= 0
+        return {
+            "realised": round(realised_ratio(recompute, int(context.sum())), 6),
+            "rows": recompute.sum(1).tolist(),
+            "visible": round(float(np.asarray(selection.visible)[:, context].mean()), 6),
+        }
 
     def choose(self, method: Method) -> Selection:
         """What the method recomputes."""
@@ -145,15 +154,6 @@ class Case:
             )
         return self._anchors[key]
 
-    def _spent(self, selection: Selection) -> dict[str, Any]:
-        """What the selection costs: states recomputed, rows per layer, share of the context that rows may see."""
-        recompute, context = np.asarray(selection.recompute), np.asarray(self.stale.segments) >= 0
-        return {
-            "realised": round(realised_ratio(recompute, int(context.sum())), 6),
-            "rows": recompute.sum(1).tolist(),
-            "visible": round(float(np.asarray(selection.visible)[:, context].mean()), 6),
-        }
-
     def _time(self, method: Method) -> dict[str, float]:
         """Seconds to the first token, caches in device memory, and of each stage; runs that compile are discarded."""
         config = FusionConfig(method.ratio, pad_to=self.setting.pad_to, row_block=self.setting.row_block)
@@ -188,7 +188,7 @@ class Case:
         return answer_logits(self.model, context, self.prompt.question.tokens, self.prompt.reference)
 
     def _scored(self, logits: Float[Array, "M V"]) -> dict[str, float]:
-        kl, nll, top = jax.device_get(_figures(self._full_logits, logits, jnp.asarray(self.prompt.reference)))
+        kl, nll, top = jax.device_get(_figures(self.full_logits, logits, jnp.asarray(self.prompt.reference)))
         return {"kl": float(kl.mean()), "first_kl": float(kl[0]), "nll": float(nll), "top1": float(top)}
 
 

@@ -137,7 +137,7 @@ def make_plan(
             items.append(Item(task, index, sample, prompt, [method for method, limit in methods if index < limit]))
     identity = {
         "format": FORMAT,
-        "tasks": {task.name: workload.identity(task) for task in settings.tasks},
+        "tasks": {task.name: workload.identity(task, drawn[task.name][0]) for task in settings.tasks},
         "models": {name: {"fingerprint": Fingerprint.of(model, anchor_rule=rule).digest, "layers": list(layers)}},
         "setting": setting._asdict(),
         "ttft": settings.ttft,

@@ -29,11 +29,17 @@ without one."""
 
 
 def draw(task: Task, tokenizer: Tokenizer, limit: int) -> list[Sample]:
-    """The first `limit` samples of a task; fewer if its file has fewer."""
+    """The first `limit` samples of a task; fewer if its file has fewer.
+
+    Raises:
+        ValueError: a file without a row at `task.first`.
+    """
     if task.path is None:
         options = {"length": task.length, "num_chunks": task.num_chunks, "encode": tokenizer.encode}
         return [needle_sample(task.name, seed, **options) for seed in range(task.first, task.first + limit)]
     samples = read_samples(task.path, limit=task.first + limit)[task.first :]
+    if not samples:
+        raise ValueError(f"{task.path.name}, the data of task {task.name!r}, has no row {task.first}; lower `first`.")
     if task.chunk_tokens is None:
         return samples
     return [split_chunks(sample, lambda text: _pieces(text, tokenizer, task.chunk_tokens or 1)) for sample in samples]
@@ -53,9 +59,14 @@ def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer) -> Prompt:
     return make_prompt(sample, tokenizer, example=EXAMPLE if wanted else "")
 
 
-def identity(task: Task) -> dict[str, Any]:
-    """Everything that decides the task's samples and prompts, as plain values; a file by its checksum."""
+def identity(task: Task, first: Sample) -> dict[str, Any]:
+    """Everything that decides the task's samples and prompts, as plain values; a file by its checksum.
+
+    Args:
+        first: the task's first sample, so that a generator that has changed is found out.
+    """
     fields = dataclasses.asdict(task) | {"example_sha256": _sha256(EXAMPLE.encode())}
+    fields |= {"first_sha256": _sha256(repr(first).encode())}
     if task.path is not None:
         fields |= {"data": task.path.name, "data_sha256": _sha256(task.path.read_bytes())}
     return fields

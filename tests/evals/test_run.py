@@ -16,12 +16,13 @@ from jfuse.evals.results import write_results
 from jfuse.evals.run import evaluate, make_plan
 from jfuse.evals.settings import Entry, Settings, Task
 from jfuse.evals.workload import draw
+from jfuse.generate import prefill_query
 from jfuse.pipeline import ResidentChunks, encode_prefix, full_prefill, serve
 from jfuse.selectors import by_name
 from jfuse.stitch import make_layout
 from tests.evals.small import text_model
 
-SETTING = Setting(pad_to=64, row_block=32, staircase_block=32)
+SETTING = Setting(pad_to=64, row_block=64, staircase_block=64)
 METHODS = (Entry("epic", (0.3,)), Entry("prophetkv", (0.3,)), Entry("random", (0.5,), limit=2))
 
 
@@ -46,7 +47,7 @@ def settings(data, **changes) -> Settings:
 
 
 def run(data, out, **changes) -> int:
-    return evaluate(settings(data, **changes), out, load=lambda name, dtype: text_model(), setting=SETTING)
+    return evaluate(settings(data, **changes), out, load=lambda name, dtype: text_model(2), setting=SETTING)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +94,11 @@ def test_other_settings_are_refused_and_more_of_the_same_joins(data, whole, tmp_
         run(data, whole, tasks=(Task("towns", data=str(data), example=False),))
     with pytest.raises(ValueError, match=r"models.tiny.fingerprint was"):
         evaluate(
-            settings(data), whole, load=lambda name, dtype: text_model(2), setting=SETTING
+            settings(data), whole, load=lambda name, dtype: text_model(1), setting=SETTING
         )  # another model of the same name
     assert (whole / ROWS).read_bytes() == before
     first = settings(data, methods=METHODS[:1], limit=2)
-    model = text_model()
+    model = text_model(2)
     assert len(make_plan(first, "tiny", model, setting=SETTING).items) == 2
     with Records(tmp_path, make_plan(first, "tiny", model).identity | {"tasks": {"a": 1}}) as records:
         records.add({"model": "tiny", "task": "a", "id": "1", "method": "epic", "ratio": 0.3}, {"seconds": 0.1})
@@ -125,7 +126,7 @@ def test_damage_before_the_last_line_is_refused(tmp_path):
 
 def test_figures_are_those_of_the_serving_path(data, whole):
     """KL, NLL and realised ratio against `serve` and `full_prefill` of every prefix of the answer, in plain NumPy."""
-    model = text_model()
+    model = text_model(2)
     sample = draw(settings(data).tasks[0], model.tokenizer, 1)[0]
     prompt = make_prompt(sample, model.tokenizer)
     prefix = encode_prefix(model, prompt.prefix)
@@ -133,7 +134,7 @@ def test_figures_are_those_of_the_serving_path(data, whole):
     method = make_methods(["prophetkv"], [0.3])[-1]
     assert method.selector is not None
     selection = case.choose(method)
-    config = FusionConfig(0.3, pad_to=64, row_block=32)
+    config = FusionConfig(0.3, pad_to=64, row_block=64)
     source = ResidentChunks(case._chunks)
     served = serve(model, source, prompt.question, method.selector, config, prefix=prefix)
     full, fused = [], []
@@ -142,10 +143,7 @@ def test_figures_are_those_of_the_serving_path(data, whole):
         question = prompt.question._replace(tokens=query)
         layout = make_layout(prompt.chunks, prompt.prefix, pad_to=64)
         full.append(full_prefill(model, layout, question).first)
-        first = case.model, served.context, query
-        from jfuse.generate import prefill_query
-
-        fused.append(prefill_query(*first)[0])
+        fused.append(prefill_query(model, served.context, query)[0])
     full, fused = (_log_softmax(np.asarray(x, np.float64)) for x in (full, fused))
     kl = (np.exp(full) * (full - fused)).sum(-1)
     row = next(row for row in read_rows(whole / ROWS) if row["method"] == "prophetkv")
@@ -167,7 +165,7 @@ def _log_softmax(x):
 
 def test_samples_that_do_not_fit_are_left_out_for_every_method(data):
     """M-06: denominators stay equal."""
-    model = text_model()
+    model = text_model(2)
     small = model.replace(config=model.config.__class__(**{**vars(model.config), "max_positions": 100}))
     plan = make_plan(settings(data), "tiny", small, setting=SETTING)
     assert not plan.items and plan.too_long == ["towns/q0", "towns/q1", "towns/q2"]
@@ -180,7 +178,7 @@ def test_own_selector_is_measured_beside_others(data, tmp_path):
         settings(data, methods=(Entry("mine", (0.3,)),), limit=1),
         tmp_path,
         selectors={"mine": own},
-        load=lambda name, dtype: text_model(),
+        load=lambda name, dtype: text_model(2),
         setting=SETTING,
     )
     assert [row["method"] for row in read_rows(tmp_path / ROWS)] == [FULL, "reuse", "mine"]
