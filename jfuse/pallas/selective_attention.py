@@ -13,14 +13,19 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation
-from jfuse.pallas.dense_attention import NEGATIVE, dense_attention
+from jfuse.pallas.attention_gradient import attention_gradient
+from jfuse.pallas.choice import Kernel, choose
+from jfuse.pallas.merge import NEGATIVE, merge
+from jfuse.pallas.selective_attention_triton import selective_attention_triton
 from jfuse.types import PAD_POSITION, AnyArray, LayerKV
 
 ROW_BLOCK = 64
 KEY_BLOCK = 128
+TYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
 
 def selective_attention(
@@ -41,11 +46,11 @@ def selective_attention(
         key_positions: position of each key; 0..S-1 by default; PAD_POSITION marks padding, which nobody sees.
         visible: the restricted context; None leaves every earlier key visible.
         window: with `visible`, keys at the `window` positions before a row are visible too.
-        implementation: "xla", or None for the best one here. (GPU kernels join later; "pallas" is refused until then.)
+        implementation: "xla", "pallas" for a GPU kernel, or None for the best that runs here (`pallas.choice`).
 
     Raises:
-        NotImplementedError: an implementation that does not exist here. There is no silent fallback.
-        ValueError: query heads that are not a multiple of the KV heads.
+        ValueError: query heads that are not a multiple of the KV heads; "pallas" where no kernel can run.
+        RuntimeError: "pallas" where the kernels fail. There is no silent fallback.
     """
     return partial_attention(
         q,
@@ -73,29 +78,49 @@ def partial_attention(
     """`selective_attention` with the log-sum-exp of each row and head, -1e30 for rows that see nothing."""
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly; use a multiple.")
-    if implementation == "pallas":
-        raise NotImplementedError('selective_attention has no Pallas kernel yet; use implementation="xla" or None.')
     row_positions = jnp.asarray(row_positions, jnp.int32)
     key_positions = jnp.arange(k.shape[0]) if key_positions is None else jnp.asarray(key_positions)
     seen = None if visible is None else jnp.asarray(visible)
-    return _differentiable(q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
+    run = choose("selective_attention", implementation, KERNELS, _blocked, q.dtype, q.shape[-1])
+    return _differentiable(run, q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
 
 
-@jax.custom_vjp
-def _differentiable(q, k, v, row_positions, key_positions, visible, window):
-    """`_blocked`, whose trip counts are known at run time only, with the gradient of the dense definition."""
-    return _blocked(q, k, v, row_positions, key_positions, visible, window)
+def _trial(dtype: np.dtype, size: int):
+    """The example on which a kernel is tried: whole, cut and skipped blocks of keys, a window, padding."""
+    rng = np.random.default_rng(0)
+    rows, keys = 150, 400
+    q, k, v = (rng.standard_normal((*shape, size)).astype(dtype) for shape in ((rows, 4), (keys, 2), (keys, 2)))
+    at, places = np.arange(200, 200 + rows, dtype=np.int32), np.arange(keys, dtype=np.int32)
+    at[-20:], places[-30:] = PAD_POSITION, PAD_POSITION
+    return q, k, v, at, places, rng.random(keys) < 0.6, np.int32(20)
 
 
-def _forward(*arguments):
-    return _blocked(*arguments), arguments
+KERNELS = (
+    Kernel(
+        "triton",
+        selective_attention_triton,
+        lambda device, dtype, size: device.capability >= (8, 0) and size <= 256 and dtype in TYPES,
+        _trial,
+    ),
+)
 
 
-def _backward(arguments, cotangents):
-    q, k, v, *where = arguments
-    where = jax.tree.map(jnp.asarray, where)  # constants come back as Python numbers
-    _, pull = jax.vjp(lambda q, k, v: dense_attention(q, k, v, *where), q, k, v)
-    return *pull(cotangents), None, None, None, None
+def _forward(run, *arguments):
+    results = run(*arguments)
+    return results, (arguments, results)
+
+
+def _backward(run, kept, cotangents):
+    del run  # whichever it was, it gave the same
+    arguments, results = kept
+    arguments = jax.tree.map(jnp.asarray, arguments)  # constants come back as Python numbers
+    return *attention_gradient(arguments, results, cotangents), None, None, None, None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(run, *arguments):
+    """An implementation, whose trip counts are known at run time only, with a gradient of its own."""
+    return run(*arguments)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -114,16 +139,6 @@ def attend(
         for kv, at in parts
     ]
     return results[0][0] if len(results) == 1 else merge(results)
-
-
-def merge(parts: Sequence[tuple[Float[Array, "R N H"], Float[Array, "R N"]]]) -> Float[Array, "R N H"]:
-    """Attention over a union of disjoint key sets, from the partial result and log-sum-exp over each."""
-    top = functools.reduce(jnp.maximum, [lse for _, lse in parts])
-    weights = [jnp.exp(lse - top) for _, lse in parts]
-    total = functools.reduce(jnp.add, weights)[..., None]
-    outs = [out.astype(jnp.float32) for out, _ in parts]
-    shares = [out * (weight[..., None] / total) for out, weight in zip(outs, weights, strict=True)]
-    return functools.reduce(jnp.add, shares).astype(parts[0][0].dtype)
 
 
 def _blocked(q, k, v, row_positions, key_positions, visible, window):

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jfuse.pallas.attention_gradient import KEY_BLOCK, ROW_BLOCK
+from jfuse.pallas.choice import INTERPRETED, pretended
 from jfuse.pallas.selective_attention import attend, partial_attention, selective_attention
 from jfuse.types import PAD_POSITION, LayerKV
 
@@ -26,8 +28,7 @@ def plain(q, k, v, mask):
     return jnp.einsum("nrs,snh->rnh", weights, v), jax.nn.logsumexp(scores, -1).T
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(1, 3), (70, 300), (64, 256)])
-@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize(("rows", "keys", "restricted"), [(1, 3, False), (64, 256, False), (70, 300, True)])
 def test_gradient_equals_the_plain_one(rows, keys, restricted):
     """q, k and v, output and log-sum-exp, with rows in gaps, padding on both sides, a visible set and a window."""
     q, k, v = draw(rows, keys)
@@ -51,9 +52,11 @@ def test_gradient_equals_the_plain_one(rows, keys, restricted):
 
     ours = lambda q, k, v: partial_attention(q, k, v, at, key_positions=key_at, visible=visible, window=window)  # noqa: E731
     theirs = lambda q, k, v: plain(q, k, v, jnp.asarray(mask))  # noqa: E731
-    np.testing.assert_allclose(loss(ours)(q, k, v), loss(theirs)(q, k, v), rtol=1e-4)
-    gradients = (jax.jit(jax.grad(loss(f), argnums=(0, 1, 2)))(q, k, v) for f in (ours, theirs))
-    for a, b in zip(*gradients, strict=True):
+    (value, gradients), (plain_value, plain_gradients) = (
+        jax.jit(jax.value_and_grad(loss(f), argnums=(0, 1, 2)))(q, k, v) for f in (ours, theirs)
+    )
+    np.testing.assert_allclose(value, plain_value, rtol=1e-4)
+    for a, b in zip(gradients, plain_gradients, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, **CLOSE)
 
@@ -68,9 +71,49 @@ def test_gradient_through_two_caches_and_a_batch():
         parts = [(LayerKV(k[:30], v[:30]), np.arange(30)), (LayerKV(k[30:], v[30:]), np.arange(30, 40))]
         return jnp.sin(attend(q, at, parts)).sum()
 
-    ours = jax.grad(split, argnums=(0, 1, 2))(q, k, v)
-    theirs = jax.grad(lambda q, k, v: jnp.sin(plain(q, k, v, mask)[0]).sum(), argnums=(0, 1, 2))(q, k, v)
+    dense = lambda q, k, v: jnp.sin(plain(q, k, v, mask)[0]).sum()  # noqa: E731
+    ours, theirs = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (split, dense))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, **CLOSE)
-    batch = jax.vmap(jax.grad(lambda q: selective_attention(q, k, v, at).sum()))(jnp.stack([q, q + 1.0]))
-    np.testing.assert_allclose(batch[0], jax.grad(lambda q: selective_attention(q, k, v, at).sum())(q), **CLOSE)
+    one = jax.grad(lambda q: jnp.sin(selective_attention(q, k, v, at)).sum())
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(jnp.stack([q + 1.0, q]))[1], theirs[0], **CLOSE)
+
+
+def test_gradient_against_finite_differences():
+    """The derivative along random directions of q, k and v, by central differences of the op itself in float32."""
+    q, k, v = draw(6, 20)
+    at = np.arange(14, 20, dtype=np.int32)
+
+    def total(q, k, v):
+        out, lse = partial_attention(q, k, v, at, visible=np.arange(20) % 3 == 0, window=2)
+        return (jnp.sin(out) * jnp.arange(8.0)[None, None]).sum() + jnp.cos(lse).sum()
+
+    slopes, value = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v), jax.jit(total)
+    for which, slope in enumerate(slopes):
+        way = np.random.default_rng(which).standard_normal(slope.shape).astype(np.float32)
+        up, down = ([a + sign * 1e-2 * way if i == which else a for i, a in enumerate((q, k, v))] for sign in (1, -1))
+        expected = (float(value(*up)) - float(value(*down))) / 2e-2
+        np.testing.assert_allclose((np.asarray(slope) * way).sum(), expected, rtol=5e-3, atol=5e-3)
+
+
+def test_gradient_of_a_kernel_equals_that_of_the_definition():
+    """Pallas forward, the same backward: the kernel's own output and log-sum-exp enter it."""
+    q, k, v = draw(6, 20)
+    at = np.arange(14, 20, dtype=np.int32)
+    slopes = jax.jit(jax.grad(lambda q, k, v: jnp.sin(selective_attention(q, k, v, at)).sum(), argnums=(0, 1, 2)))
+    expected = slopes(q, k, v)
+    with pretended(INTERPRETED):
+        actual = slopes(q, k, v)
+    for a, b in zip(actual, expected, strict=True):
+        assert np.any(np.asarray(a) != 0)
+        np.testing.assert_allclose(a, b, **CLOSE)
+
+
+def test_neither_pass_keeps_rows_by_keys():
+    """Pitfall 57: temporaries of forward and backward stay below a share of one score matrix."""
+    rows, keys, heads = 16 * ROW_BLOCK, 8 * KEY_BLOCK, 8
+    shape = lambda n, heads: jax.ShapeDtypeStruct((n, heads, 8), jnp.float32)  # noqa: E731
+    loss = lambda q, k, v: selective_attention(q, k, v, np.arange(rows, dtype=np.int32)).sum()  # noqa: E731
+    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    compiled = both.lower(shape(rows, heads), shape(keys, 1), shape(keys, 1)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * heads * rows * keys / 8

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jfuse import pallas
+from jfuse.pallas.choice import INTERPRETED, pretended
 from jfuse.pallas.selective_attention import KEY_BLOCK, ROW_BLOCK
 from jfuse.types import PAD_POSITION, LayerKV
 from tests.reference import attention, restricted_mask, scores
@@ -163,18 +164,28 @@ def test_low_precision_keeps_a_float32_softmax():
     )
 
 
-def test_a_missing_implementation_is_refused_or_right():
-    """No silent fallback: "pallas" runs and agrees, or says that it cannot."""
+def test_the_xla_definition_runs_on_a_cpu_and_pallas_is_refused():
+    """No silent fallback: the same call runs on a CPU and on a GPU, a kernel that was asked for by name does not."""
     q, k, v = draw(5, 17)
     at = np.arange(12, 17, dtype=np.int32)
     run = functools.partial(selective_attention, q, k, v, at)
     np.testing.assert_array_equal(run(implementation="xla"), run())
-    try:
-        out = run(implementation="pallas")
-    except NotImplementedError as error:
-        assert "xla" in str(error)
-    else:
-        np.testing.assert_allclose(out, run(), **CLOSE)
+    with pytest.raises(ValueError, match='selective_attention needs a CUDA GPU, .*"xla"'):
+        run(implementation="pallas")
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_pallas_runs_the_kernel_where_it_may(restricted):
+    """The op by name, pretending a device that interprets: the kernel's numbers are the definition's."""
+    q, k, v = draw(5, 17)
+    at, visible = np.arange(12, 17, dtype=np.int32), np.arange(17) % 3 == 0 if restricted else None
+    run = functools.partial(partial_attention, q, k, v, at, visible=visible, window=2)
+    definition = run()
+    with pretended(INTERPRETED):
+        assert "pallas_call" in str(jax.make_jaxpr(partial_attention)(q, jnp.asarray(k), jnp.asarray(v), at))
+        kernel = run()
+    for ours, theirs in zip(kernel, definition, strict=True):
+        np.testing.assert_allclose(ours, theirs, **CLOSE)
 
 
 def test_nothing_of_size_rows_by_keys():
