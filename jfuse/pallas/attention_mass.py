@@ -10,15 +10,20 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation
-from jfuse.pallas.selective_attention import NEGATIVE
+from jfuse.pallas.attention_mass_triton import attention_mass_triton, log_mass_triton
+from jfuse.pallas.by_definition import by_definition
+from jfuse.pallas.choice import Device, Kernel, choose
+from jfuse.pallas.merge import NEGATIVE
 from jfuse.types import AnyArray
 
 Reduce = Literal["mean", "max"]
 
 KEY_BLOCK = 512
+TYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 
 
 def attention_mass(
@@ -42,15 +47,22 @@ def attention_mass(
         others: log-sum-exp per row and head of further keys in the denominator (`log_mass` gives it).
         heads: how heads are reduced; "each" keeps them apart, [N, S].
         over_rows: how query rows are reduced, after the heads.
+        implementation: "xla", "pallas" for a GPU kernel, or None for the best that runs here (`pallas.choice`).
 
     Raises:
-        NotImplementedError: an implementation that does not exist here.
+        ValueError: "pallas" where no kernel can run.
+        RuntimeError: "pallas" where the kernel fails.
     """
-    if implementation == "pallas":
-        raise NotImplementedError('attention_mass has no Pallas kernel yet; use implementation="xla" or None.')
-    lse = log_mass(q, k, row_positions, key_positions=key_positions, counted=counted)
+    run = choose("attention_mass", implementation, KERNELS, _attention_mass, q.dtype, q.shape[-1])
+    run = by_definition(run, _attention_mass, heads=heads, over_rows=over_rows)
+    counted = None if counted is None else jnp.asarray(counted)
+    return run(q, k, jnp.asarray(row_positions), jnp.asarray(key_positions), counted, jnp.asarray(rows), others)
+
+
+def _attention_mass(q, k, row_positions, key_positions, counted, rows, others, *, heads="mean", over_rows="mean"):
+    """Two passes over the keys: the log-sum-exp of each row and head, then masses, reduced block by block."""
+    lse = _log_mass(q, k, row_positions, key_positions, counted)
     lse = lse if others is None else jnp.logaddexp(lse, others)
-    rows = jnp.asarray(rows)
 
     def reduce(block):
         scores, keep = _scores(q, block, row_positions)  # [U, N, s]
@@ -72,9 +84,16 @@ def log_mass(
     *,
     key_positions: Int[AnyArray, " S"],
     counted: Bool[AnyArray, " S"] | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "U N"]:
     """Log-sum-exp of the scaled scores over the counted keys at or before each row; -1e30 where there is none."""
+    run = choose("log_mass", implementation, LOG_KERNELS, _log_mass, q.dtype, q.shape[-1])
+    run = by_definition(run, _log_mass)
+    counted = None if counted is None else jnp.asarray(counted)
+    return run(q, k, jnp.asarray(row_positions), jnp.asarray(key_positions), counted)
 
+
+def _log_mass(q, k, row_positions, key_positions, counted):
     def step(running, block):
         scores, keep = _scores(q, block, row_positions)
         scores = jnp.where(keep, scores, NEGATIVE)
@@ -93,9 +112,9 @@ def _blocks(k, key_positions, counted):
     keys = k.shape[0]
     size = min(KEY_BLOCK, keys)
     padding = -keys % size
-    counted = jnp.ones(keys, bool) if counted is None else jnp.asarray(counted)
+    counted = jnp.ones(keys, bool) if counted is None else counted
     counted = jnp.pad(counted, (0, padding)).reshape(-1, size)
-    positions = jnp.pad(jnp.asarray(key_positions), (0, padding)).reshape(-1, size)
+    positions = jnp.pad(key_positions, (0, padding)).reshape(-1, size)
     return jnp.pad(k, ((0, padding), (0, 0), (0, 0))).reshape(-1, size, *k.shape[1:]), positions, counted
 
 
@@ -105,5 +124,23 @@ def _scores(q, block, row_positions):
     rows, heads, size = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, size)
     scores = jnp.einsum("UKGH,SKH->UKGS", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(size)
-    keep = counted[None, :] & (key_positions[None, :] <= jnp.asarray(row_positions)[:, None])
+    keep = counted[None, :] & (key_positions[None, :] <= row_positions[:, None])
     return scores.reshape(rows, heads, -1), jnp.broadcast_to(keep[:, None, :], (rows, heads, keep.shape[-1]))
+
+
+def _trial(dtype: np.dtype, size: int):
+    """Rows that see some keys and rows that do not score, ragged blocks, keys that do not count, others beside them."""
+    rng = np.random.default_rng(0)
+    rows, keys = 70, 150
+    q, k = (rng.standard_normal((*shape, size)).astype(dtype) for shape in ((rows, 4), (keys, 2)))
+    at, places = np.arange(90, 90 + rows, dtype=np.int32), np.arange(keys, dtype=np.int32)
+    others = rng.standard_normal((rows, 4)).astype(np.float32)
+    return q, k, at, places, rng.random(keys) < 0.8, rng.random(rows) < 0.6, others
+
+
+def _supports(device: Device, dtype: np.dtype, size: int) -> bool:
+    return device.capability >= (8, 0) and size <= 256 and dtype in TYPES
+
+
+KERNELS = (Kernel("triton", attention_mass_triton, _supports, _trial),)
+LOG_KERNELS = (Kernel("triton", log_mass_triton, _supports, lambda dtype, size: _trial(dtype, size)[:5]),)

@@ -121,16 +121,15 @@ def test_low_precision_inputs_are_summed_in_float32(case):
     np.testing.assert_allclose(mass, expected, rtol=1e-4, atol=1e-8)
 
 
-def test_a_missing_implementation_is_refused_or_right(case):
+def test_implementations_are_named(case):
+    """No silent fallback: without a GPU "pallas" is refused, and None is the XLA definition."""
     q, k, _, places, at = case
     run = functools.partial(attention_mass, q, k, at, key_positions=places, rows=np.arange(ROWS) < 5)
     np.testing.assert_array_equal(run(implementation="xla"), run())
-    try:
-        mass = run(implementation="pallas")
-    except NotImplementedError as error:
-        assert "xla" in str(error)
-    else:
-        np.testing.assert_allclose(mass, run(), **CLOSE)
+    with pytest.raises(ValueError, match="GPU"):
+        run(implementation="pallas")
+    with pytest.raises(ValueError, match="GPU"):
+        pallas.log_mass(jnp.asarray(q), jnp.asarray(k), at, key_positions=places, implementation="pallas")
 
 
 def test_nothing_of_size_heads_by_rows_by_keys():
