@@ -1,6 +1,6 @@
 """Figures: axes in, axes out. One colour per method everywhere, distinguishable by colour-blind readers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -84,7 +84,9 @@ def lines(
     order: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """One line per value of the field `by`, in its method's colour, with standard errors where rows have them.
+    """One line per value of the field `by`, in its method's colour, with 95 % intervals or standard errors.
+
+    Whiskers are drawn where rows have `y_low` and `y_high`, or `y_se`.
 
     Args:
         order: the field that points are joined by; `x` by default.
@@ -98,13 +100,46 @@ def lines(
         used[shade] = used.get(shade, 0) + 1
         style = {"color": shade, "marker": marker, "markersize": 5, "label": str(name)}
         at, values = [row[x] for row in own], [row[y] for row in own]
-        errors = [row[f"{y}_se"] for row in own if row.get(f"{y}_se") is not None]
-        if own and len(errors) == len(own):
-            ax.errorbar(at, values, yerr=errors, capsize=2, **style)
+        whiskers = _whiskers(own, y)
+        if whiskers is not None:
+            ax.errorbar(at, values, yerr=whiskers, capsize=2, elinewidth=0.8, **style)
         else:
             ax.plot(at, values, **style)
     _finish(ax, xlabel, ylabel)
     return ax
+
+
+def _whiskers(rows: Sequence[Row], y: str) -> list[list[float]] | None:
+    """Lengths below and above each point, or None if a row lacks them."""
+    lengths = []
+    for row in rows:
+        low, high, error = (row.get(f"{y}_{end}") for end in ("low", "high", "se"))
+        if low is not None and high is not None:
+            lengths.append((max(0.0, row[y] - low), max(0.0, high - row[y])))
+        elif error is not None:
+            lengths.append((error, error))
+    return [list(side) for side in zip(*lengths, strict=True)] if len(lengths) == len(rows) and rows else None
+
+
+def pair() -> tuple[Axes, Axes]:
+    """Axes of two panels side by side in one figure."""
+    left, right = Figure(figsize=(8.8, 3.4), layout="constrained").subplots(1, 2)
+    return left, right
+
+
+def panels(rows: Sequence[Row], by: str, draw: Callable[[Sequence[Row], Axes], object], *, columns: int = 3) -> Axes:
+    """Small multiples: `draw` on one panel per value of the field `by`; the first panel's axes come back."""
+    values = list(dict.fromkeys(row[by] for row in rows))
+    columns = max(1, min(columns, len(values)))
+    height = -(-max(len(values), 1) // columns)
+    figure = Figure(figsize=(4.4 * columns, 3.4 * height), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False).flatten()
+    for value, ax in zip(values, axes, strict=False):
+        draw([row for row in rows if row[by] == value], ax)
+        ax.set_title(str(value), fontsize="medium")
+    for ax in axes[len(values) :]:
+        ax.set_visible(False)
+    return axes[0]
 
 
 def bars(rows: Sequence[Row], *, x: str, y: str, by: str, ylabel: str, ax: Axes | None = None) -> Axes:

@@ -6,7 +6,6 @@ of them (QCFuse section 2.3, Fig. 5).
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Bool, Float
 
 from jfuse.config import View, budget
@@ -46,17 +45,17 @@ def attention_recovery(full: Float[AnyArray, "L N"], other: Float[AnyArray, "_ _
     return np.minimum(full / totals[0], other / totals[1]).sum(-1)
 
 
-def mass_curve(mass: Float[AnyArray, " N"], shares: npt.ArrayLike) -> Float[np.ndarray, " P"]:
+def mass_curve(mass: Float[AnyArray, " N"], shares: Float[AnyArray, " P"]) -> Float[np.ndarray, " P"]:
     """Share of the mass that the best `shares` of the positions hold (QCFuse Fig. 5, left).
 
     Between whole positions the curve is linear, so that it is concave and ends at 1.
 
-    >>> mass_curve(np.array([1.0, 6.0, 3.0, 0.0]), [0.25, 0.5, 1.0]).tolist()
+    >>> mass_curve(np.array([1.0, 6.0, 3.0, 0.0]), np.array([0.25, 0.5, 1.0])).tolist()
     [0.6, 0.9, 1.0]
     """
     ranked = np.sort(np.asarray(mass, np.float64))[::-1]
     reached = np.concatenate([[0.0], np.cumsum(ranked)]) / ranked.sum()
-    return np.interp(np.asarray(shares) * len(ranked), np.arange(len(reached)), reached)
+    return np.interp(np.asarray(shares, np.float64) * len(ranked), np.arange(len(reached)), reached)
 
 
 def layer_overlap(mass: Float[AnyArray, "L N"], share: float = 0.1) -> Float[np.ndarray, " L"]:

@@ -97,7 +97,7 @@ def test_mass_curve_is_concave_and_ends_at_one():
     assert (np.diff(curve) > 0).all() and (np.diff(curve, 2) < 1e-12).all()
     ranked = sorted(mass, reverse=True)
     for count in (1, 10, 137):
-        assert mass_curve(mass, [count / 137])[0] == pytest.approx(sum(ranked[:count]) / sum(ranked))
+        assert mass_curve(mass, np.array([count / 137]))[0] == pytest.approx(sum(ranked[:count]) / sum(ranked))
 
 
 def test_overlap_of_a_layer_with_itself_is_one():

@@ -1,0 +1,1 @@
+"""The papers' studies: what each runs, and the rows of which its figure is drawn (`jfuse study`, `jfuse.plot`)."""
