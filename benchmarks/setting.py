@@ -38,22 +38,21 @@ def _cpuinfo() -> list[str]:
 
 def wiki_tokens(tokenizer: Any, count: int) -> np.ndarray:
     """The first `count` tokens of the shipped Wikipedia passages."""
-    from jfuse.evals.ruler import wiki_haystack
+    from jfuse.evals.requests import passage_tokens
 
-    tokens: list[int] = []
-    for passage in wiki_haystack():
-        tokens.extend(tokenizer.encode(passage.content + "\n\n").tolist())
-        if len(tokens) >= count:
-            return np.asarray(tokens[:count], np.int32)
-    raise ValueError(f"The shipped passages hold {len(tokens)} tokens, fewer than {count}.")
+    return passage_tokens(tokenizer, count)
 
 
 def question_tokens(tokenizer: Any, count: int) -> np.ndarray:
     """The first `count` tokens of the shipped SQuAD questions."""
-    from jfuse.evals.data import read_samples, shipped
+    from jfuse.evals import requests
 
-    questions = " ".join(sample.question for sample in read_samples(shipped("squad.jsonl"), limit=20))
-    return tokenizer.encode(questions)[:count]
+    return requests.question_tokens(tokenizer, count)
+
+
+def check(what: str, value: float, met: bool) -> dict[str, Any]:
+    """Something that was to be reached, and whether it was."""
+    return {"check": what, "value": float(value), "met": bool(met)}
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -1,5 +1,6 @@
 """What the break-even estimate says, against published figures, by hand, and against this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,17 +9,9 @@ import pytest
 
 from jfuse import costs, selectors
 from jfuse.evals.published import QWEN3_8B, SIZES, compare, table
+from jfuse.hardware import Hardware, measure
 from jfuse.models.tiny import tiny_config, tiny_model
-from jfuse.plan import (
-    FULL,
-    Hardware,
-    break_even,
-    full_prefill_row,
-    fusion_row,
-    measure,
-    plan,
-    with_bandwidth,
-)
+from jfuse.plan import FULL, break_even, full_prefill_row, fusion_row, plan
 from jfuse.types import Sizes
 
 H20 = Hardware("H20", 100e12, 3.2e12, 50e9, 10e9)
@@ -69,9 +62,9 @@ def test_one_request_reckoned_by_hand():
     assert row.selection == pytest.approx((anchors + keys) / 10e9 + max(probe / 100e12, weights / 3.2e12))
     load = (72 * half * 10240 - keys) / 10e9
     assert row.fusion == pytest.approx(max(load, row.fusion)) and row.fusion > load
-    slow = fusion_row(config, with_bandwidth(H20, 0.5e9), SIZES, QCFUSE, ratio=0.5)
+    slow = fusion_row(config, replace(H20, disk=0.5e9), SIZES, QCFUSE, ratio=0.5)
     assert slow.fusion == pytest.approx((72 * half * 10240 - keys) / 0.5e9)
-    whole = fusion_row(config, with_bandwidth(H20, 0.5e9), SIZES, PROPHETKV, ratio=0.5)
+    whole = fusion_row(config, replace(H20, disk=0.5e9), SIZES, PROPHETKV, ratio=0.5)
     assert whole.selection == pytest.approx(72 * half * 10240 / 0.5e9) and whole.fusion < 1.0
     assert full_prefill_row(config, H20, SIZES).ttft == pytest.approx(costs.prefill_cost(config, 10336).flops / 100e12)
 
@@ -82,7 +75,7 @@ def test_the_plan_names_the_fastest():
     assert rows[0].method == "reuse" and [row.fastest for row in rows] == [True, False, False, False]
     full = next(row for row in rows if row.method == FULL)
     assert full.speed_up == 1.0 and rows[0].speed_up > 5
-    crawl = plan(QWEN3_8B, with_bandwidth(H20, 0.2e9), SIZES, [QCFUSE, PROPHETKV], ratio=0.5)
+    crawl = plan(QWEN3_8B, replace(H20, disk=0.2e9), SIZES, [QCFUSE, PROPHETKV], ratio=0.5)
     assert crawl[0].method == FULL, "loading the cache takes 7.5 s, recomputing it 1.7 s"
 
 
@@ -109,7 +102,7 @@ def test_break_even_is_the_length_at_which_the_order_turns():
         return own.ttft < full_prefill_row(QWEN3_8B, hardware, sizes).ttft
 
     assert wins(tokens) and not wins(tokens - 512)
-    assert break_even(QWEN3_8B, with_bandwidth(hardware, 1e6), PROPHETKV, ratio=0.3) is None
+    assert break_even(QWEN3_8B, replace(hardware, disk=1e6), PROPHETKV, ratio=0.3) is None
     assert break_even(QWEN3_8B, H20, selectors.reuse(), ratio=None) == 512
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Union
 
 import tyro
@@ -19,7 +19,9 @@ from jfuse.cli.demo import Demo
 from jfuse.cli.evaluate import Eval
 from jfuse.cli.listings import Models, Selectors
 from jfuse.cli.model import Convert, Profile, Verify
+from jfuse.cli.plan import Plan
 from jfuse.cli.store import Encode, Inspect
+from jfuse.cli.study import STUDIES, Studies
 
 COMMANDS: dict[str, type[Command]] = {
     "demo": Demo,
@@ -27,6 +29,8 @@ COMMANDS: dict[str, type[Command]] = {
     "answer": Answer,
     "generate": Generate,
     "profile": Profile,
+    "plan": Plan,
+    "study": Studies,
     "eval": Eval,
     "verify": Verify,
     "inspect": Inspect,
@@ -71,23 +75,30 @@ def parse(argv: list[str]) -> Command:
     Raises:
         SystemExit: help was asked for (0), or the arguments are wrong (2).
     """
-    config = (tyro.conf.FlagCreatePairsOff,)
-    if argv and argv[0] in COMMANDS:
-        command = COMMANDS[argv[0]]
-        description = f"{command.summary()}\n\nExample: {command.example}"
-        return tyro.cli(command, args=argv[1:], prog=f"jfuse {argv[0]}", description=description, config=config)
     if argv == ["--version"]:
         from importlib.metadata import version
 
         print(f"jfuse {version('jfuse')}")
         raise SystemExit(0)
+    if argv and argv[0] == "study":
+        return _chosen(STUDIES, argv[1:], "jfuse study", f"{Studies.summary()}\n\nExample: {Studies.example}")
+    return _chosen(COMMANDS, argv, "jfuse", DESCRIPTION)
+
+
+def _chosen(commands: Mapping[str, type[Command]], argv: list[str], prog: str, description: str) -> Command:
+    """The subcommand that the first argument names; without such a name, their overview."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    if argv and argv[0] in commands:
+        command = commands[argv[0]]
+        text = f"{command.summary()}\n\nExample: {command.example}"
+        return tyro.cli(command, args=argv[1:], prog=f"{prog} {argv[0]}", description=text, config=config)
     overview = Union[  # noqa: UP007 - built from a table
         tuple(
             Annotated[command, tyro.conf.subcommand(name, description=command.summary())]
-            for name, command in COMMANDS.items()
+            for name, command in commands.items()
         )
     ]
-    return tyro.cli(overview, args=argv, prog="jfuse", description=DESCRIPTION, config=config)  # type: ignore[arg-type]
+    return tyro.cli(overview, args=argv, prog=prog, description=description, config=config)  # type: ignore[arg-type]
 
 
 def expected_errors() -> tuple[type[Exception], ...]:

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 from jfuse import selectors
 from jfuse.costs import prefill_cost
-from jfuse.models.config import ModelConfig
-from jfuse.models.rope import default_rope
-from jfuse.plan import FULL, Hardware, fusion_row
+from jfuse.hardware import Hardware
+from jfuse.models.public import public_config
+from jfuse.plan import FULL, fusion_row
 from jfuse.selectors.base import Selector
 from jfuse.types import Sizes
 
-QWEN3_8B = ModelConfig(
-    "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 40960, default_rope(128, 1_000_000.0), qk_norm=True
-)
+QWEN3_8B = public_config("Qwen3-8B")
 SIZES = Sizes(32, (512,) * 20, 64)
 MEMORY, LINK = 3.2e12, 50e9  # bytes per second: 0.8 of the H20's memory bandwidth, PCIe 5
 OVERHEAD = 0.12

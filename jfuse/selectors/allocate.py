@@ -164,6 +164,7 @@ def seen_in_full(recompute: Shaped[Array, "L S"]) -> Selection:
     return Selection(recompute, jnp.ones((1, recompute.shape[1]), recompute.dtype), jnp.int32(0))
 
 
+@jax.jit  # outside of a trace, the scan's many small steps would be compiled one by one
 def nested(targets: Shaped[Array, "L S"]) -> Shaped[Array, "L S"]:
     """Each layer's targets and all deeper ones: the running maximum from the last layer up."""
     return jax.lax.associative_scan(jnp.maximum, targets, reverse=True)

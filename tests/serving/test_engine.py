@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jfuse.engine import Engine, QueueFull
-from jfuse.evals.throughput import Outcome, load_point, poisson, replay, throughput
+from jfuse.evals.load_test import Outcome, load_point, poisson, replay, throughput
 from jfuse.jobs import FusionJob, PrefillJob
 from jfuse.stitch import make_layout, prefix_tokens
 from tests.serving.conftest import SELECTORS, Wrapped
@@ -152,18 +152,28 @@ def test_an_error_of_the_caller_ends_the_engine():
 
 
 def test_a_load_test_counts_waiting_and_refusals():
-    class Sleeper(Step):
-        def run(self):
-            time.sleep(0.02)
+    """Six arrive at once where two may wait; nothing is served before the last was refused."""
+    jobs = [Step([], "s", waits=True) for _ in range(6)]
 
-    with Engine(capacity=2) as engine:
-        outcomes = replay(engine, [Sleeper([], "s") for _ in range(6)], [0.0] * 6)
+    class Holding(Engine):
+        offered = 0
+
+        def submit(self, job, **options):
+            try:
+                return super().submit(job, **options)
+            finally:
+                self.offered += 1
+                if self.offered == 6:
+                    threading.Timer(0.02, lambda: [job.go.set() for job in jobs]).start()
+
+    with Holding(capacity=2) as engine:
+        outcomes = replay(engine, jobs, [0.0] * 6)
     point = load_point(outcomes)
-    assert point["requests"] == 6 and point["served"] + point["failed"] == 6 and point["failed"] >= 3
-    assert any("QueueFull" in o.error or "waiting already" in o.error for o in outcomes)
+    assert point["requests"] == 6 and point["served"] + point["failed"] == 6 and point["failed"] in (3, 4)
+    assert all("waiting already" in outcome.error for outcome in outcomes if outcome.error)
     assert point["p95"] >= point["p50"] >= 0.02 and "p99" not in point
     with pytest.raises(ValueError, match="sorted"):
-        replay(engine, [Sleeper([], "s")] * 2, [1.0, 0.5])
+        replay(engine, jobs[:2], [1.0, 0.5])
 
 
 def test_percentiles_and_rates_of_a_run():
@@ -222,11 +232,34 @@ def test_a_fused_request_is_stopped_between_layers_and_the_next_is_served(kit):
         assert isinstance(slow.error(), CancelledError) and isinstance(good.result(), int)
 
 
-def test_a_study_of_throughput_on_a_tiny_model(kit):
+def test_a_load_test_on_a_tiny_model(kit):
     """One row per method and load, in the order they ran; nothing compiles while it is timed."""
     methods = {"full prefill": lambda i: prefilled(kit), "qcfuse": lambda i: fused(kit, "qcfuse")}
-    rows = throughput(methods, rates=(200.0,), count=3, single=2)
+    rows = throughput(methods, loads=(0.5,), count=3, single=2)
     assert [(row["load"], row["method"]) for row in rows] == [
-        (load, name) for load in ("single", "saturation", 200.0) for name in methods
+        (load, name) for load in ("single", "saturation", 0.5) for name in methods
     ]
     assert all(row["failed"] == 0 and row["p50"] > 0 and row["achieved"] > 0 for row in rows)
+    assert [row["offered"] for row in rows] == [None] * 4 + [rows[0]["achieved"] / 2] * 2
+
+
+def test_load_tests_that_cannot_be_are_refused():
+    methods = {"full prefill": lambda i: Step([], "a"), "qcfuse": lambda i: Step([], "b", fails="run")}
+    with pytest.raises(ValueError, match="loads holds 0"):
+        throughput(methods, loads=(0,))
+    with pytest.raises(ValueError, match="'reuse' is none of the methods full prefill, qcfuse"):
+        throughput(methods, loads=(1,), baseline="reuse")
+    with pytest.raises(RuntimeError, match="qcfuse was served; the first ended with ZeroDivisionError: b"):
+        methods["qcfuse"] = FailsLater()
+        throughput(methods, loads=(1,), count=1, single=1, warm_up=1)
+
+
+class FailsLater:
+    """Jobs of which only the first, which warms up, is served."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, i):
+        self.made += 1
+        return Step([], "b", fails="run" if self.made > 1 else None)

@@ -1,0 +1,39 @@
+"""What all studies share: where results go, and how data, figure and table are shown and saved."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import tyro
+
+from jfuse.cli.command import ModelCommand
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(ModelCommand):
+    """A study: it measures, saves data and figure side by side, and prints a table."""
+
+    name: ClassVar[str] = ""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: runs/studies/NAME)")] = (
+        None
+    )
+    """Folder for data and figure."""
+
+    def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
+        """Saves `NAME.json` and, beside it, the figure as PNG and PDF; shows the result; returns the exit code."""
+        folder = self.out or Path("runs") / "studies" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if axes is not None:
+            from jfuse.plot import figure_of
+
+            for kind in ("png", "pdf"):
+                figure_of(axes).savefig(path.with_suffix(f".{kind}"))
+        self.show(result | {"saved": str(path)}, *tables, f"Written: {path}")
+        return 0

@@ -1,0 +1,133 @@
+"""The studies of time: where it goes, and what a slow link costs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import tyro
+
+from jfuse.cli.command import as_milliseconds, make_table
+from jfuse.cli.store import needed_tokenizer
+from jfuse.cli.study.base import Study
+
+if TYPE_CHECKING:
+    from jfuse.evals.studies.served import Request
+    from jfuse.models.decoder import Model
+    from jfuse.selectors.base import Selector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Study):
+    """A study that serves one request by several methods in turn."""
+
+    selectors: tuple[str, ...] = ("epic", "cacheblend", "fusionrag", "prophetkv", "qcfuse")
+    """Methods beside full prefill; jfuse selectors lists the names."""
+    ratio: float = 0.3
+    """Share of the context that is recomputed."""
+    chunks: int = 8
+    """Chunks of the request."""
+    chunk_tokens: int = 256
+    """Tokens of a chunk."""
+    query_tokens: int = 64
+    """Tokens of the query."""
+    repeats: int = 5
+    """Timed runs of every method; medians are shown."""
+    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
+    """Critical layers, counted from 0, for selectors that need them."""
+
+    def prepare(self, model: "Model") -> "tuple[Request, dict[str, Selector]]":
+        """The request with its chunks encoded, and the methods by name."""
+        from jfuse.cli.command import working
+        from jfuse.cli.prompt import choose_selector
+        from jfuse.evals.requests import request_of
+        from jfuse.evals.studies.served import make_request
+        from jfuse.selectors.listing import NAMED, layer_argument
+
+        sized = request_of(
+            needed_tokenizer(model), chunks=self.chunks, chunk_tokens=self.chunk_tokens, query_tokens=self.query_tokens
+        )
+        with working(f"Encoding {self.chunks} chunks ..."):
+            request = make_request(model, sized.pieces, sized.question)
+        methods = {
+            name: choose_selector(name, model, self.layers if layer_argument(NAMED[name][0]) else ())
+            for name in self.selectors
+        }
+        return request, methods
+
+    def check(self) -> None:
+        """Refuses what cannot be run, before anything is loaded."""
+        from jfuse.cli.prompt import check_selector
+
+        for name in self.selectors:
+            check_selector(name)
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; use an integer >= 1.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was served."""
+        names = ("model", "ratio", "chunks", "chunk_tokens", "query_tokens", "repeats")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown(Timed):
+    """Where a request's time goes: selecting, fusing, the query, decoding (QCFuse Fig. 1)."""
+
+    name: ClassVar[str] = "breakdown"
+    example: ClassVar[str] = "jfuse study breakdown --chunks 8 --chunk-tokens 256"
+
+    new_tokens: int = 16
+    """Tokens of the answer."""
+
+    def run(self) -> int:
+        """Times every stage, caches in memory."""
+        from jfuse.evals.studies.breakdown import time_breakdown
+        from jfuse.plot import time_breakdown as figure
+
+        self.check()
+        request, methods = self.prepare(self.load())
+        rows = time_breakdown(request, methods, ratio=self.ratio, repeats=self.repeats, new_tokens=self.new_tokens)
+        return self.finish({"settings": self.settings, "rows": rows}, figure(rows), stages_table(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth(Timed):
+    """Time to first token while caches arrive over links of different speed (QCFuse Fig. 13)."""
+
+    name: ClassVar[str] = "bandwidth"
+    example: ClassVar[str] = "jfuse study bandwidth --load-shares 0.09 0.29"
+
+    selectors: tuple[str, ...] = ("prophetkv", "qcfuse")
+    """Methods beside full prefill; jfuse selectors lists the names."""
+    ratio: float = 0.5
+    """Share of the context that is recomputed."""
+    load_shares: tuple[float, ...] = (0.02, 0.09, 0.29)
+    """Time to load all caches over the time of a full prefill; QCFuse's 10 and 3 GB/s are 0.09 and 0.29."""
+    repeats: int = 3
+
+    def run(self) -> int:
+        """Times every stage behind every link."""
+        from jfuse.evals.studies.bandwidth import bandwidth
+        from jfuse.plot import time_breakdown as figure
+
+        self.check()
+        request, methods = self.prepare(self.load())
+        rows = bandwidth(request, methods, load_shares=self.load_shares, ratio=self.ratio, repeats=self.repeats)
+        shown = [{name: value for name, value in row.items() if name != "decode"} for row in rows]
+        return self.finish({"settings": self.settings, "rows": rows}, figure(shown), stages_table(rows))
+
+
+def stages_table(rows: list[dict[str, Any]]) -> Any:
+    """Stages for people."""
+    links = any("load_share" in row for row in rows)
+    lines = []
+    for row in rows:
+        stages = [as_milliseconds(row[name]) if name in row else "" for name in STAGES]
+        link = (f"{row['load_share']:g}",) if links else ()
+        whole = (as_milliseconds(row["ttft"]), f"{row['select_share']:.0%}", as_milliseconds(row["total"]))
+        lines.append((*link, row["method"], f"{row['ratio']:g}", *stages, *whole))
+    first = ("load / full",) if links else ()
+    return make_table((*first, "method", "ratio", *STAGES, "TTFT", "select share", "total"), lines)
+
+
+STAGES = ("prefill", "select", "fuse", "query", "decode")
