@@ -66,11 +66,19 @@ class Case:
         self._chunks = [encode_chunk(model, tokens, anchor_rule=anchor_rule) for tokens in prompt.chunks]
         self.stale = stitch(self._chunks, model.config.rope, prefix=self._prefix, pad_to=setting.pad_to)
         self._layout = make_layout(prompt.chunks, prefix_tokens(self._prefix), pad_to=setting.pad_to)
-        self.full = full_prefill(model, self._layout, prompt.question).context
-        self.full_logits = self._answer(self.full)
         self._evidence: dict[View, Evidence] = {}
         self._anchors: dict[tuple[str, float], AnchorCache] = {}
         self._recall: dict[Selector, float | None] = {}
+
+    @functools.cached_property
+    def full(self) -> ContextCache:
+        """The cache that full prefill gives; studies of attention alone never need it."""
+        return full_prefill(self.model, self._layout, self.prompt.question).context
+
+    @functools.cached_property
+    def full_logits(self) -> Float[Array, "M V"]:
+        """Full prefill's logits of the reference answer."""
+        return self._answer(self.full)
 
     @property
     def shape(self) -> dict[str, int]:
