@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from jfuse.evals.data import Passage, Span
 
+MOST_PASSED_OVER = 20
+"""Passages in a row that may be too long for a chunk before it is taken to be too small."""
+
 _SENTENCE_END = re.compile(r"(?<=[a-z0-9)\]\"']{3}[.!?])\s+(?=[A-Z\"])")
 
 
@@ -75,14 +78,21 @@ def _filled(
     room: int,
     measure: Callable[[str], Sized],
 ) -> tuple[str, list[int]]:
-    """As many sentences of the next passages as fit, with the needles among them."""
+    """As many sentences of the next passages as fit, with the needles among them.
+
+    A passage whose first sentence alone is too long for the chunk is passed over.
+    """
     sentences: list[tuple[str, str]] = []
-    filled = None
+    filled, passed_over = None, 0
     for passage in haystack:
         for index, sentence in enumerate(split_sentences(passage.text.strip())):
             sentences.append(("\n\n" if index == 0 else " ", sentence))
             candidate = _planted(sentences, needles, depths)
             if len(measure(candidate[0])) > room:
+                if filled is None and passed_over < MOST_PASSED_OVER:
+                    passed_over += 1
+                    sentences.clear()
+                    break
                 if filled is None:
                     raise ValueError(
                         f"A chunk has room for {room} tokens or words, too few for {len(needles)} needles and one "
