@@ -151,7 +151,8 @@ def test_what_cannot_be_made_is_refused(change, message):
 
 def test_a_passage_too_long_for_a_chunk_is_passed_over():
     """A chunk goes on to the next passage when not even the first sentence of one fits beside its needles."""
-    long, short = Passage("a", "", "word " * 300 + "end."), Passage("b", "", "A short sentence here. Another one there.")
+    long = Passage("a", "", "word " * 300 + "end.")
+    short = Passage("b", "", "A short sentence here. Another one there.")
     sample = needle_sample("single", 0, length=60, num_chunks=1, haystack=[long, short] * 3)
     assert "short sentence" in sample.chunks[0] and "word word" not in sample.chunks[0]
     with pytest.raises(ValueError, match="room for 60 tokens"):
