@@ -33,7 +33,7 @@ class Kit(NamedTuple):
     ids: list[str]
 
     def config(self, ahead=2):
-        return FusionConfig(ratio=RATIO, pad_to=128, row_block=32, ahead=ahead)
+        return FusionConfig(ratio=RATIO, pad_to=128, row_block=96, ahead=ahead)
 
     def serve(self, source, selector="qcfuse", *, ahead=2, **options):
         chosen = SELECTORS[selector]

@@ -12,6 +12,7 @@ from jfuse.pipeline import Question, begin
 from jfuse.sources import StoredChunks
 from jfuse.stitch import make_layout
 from jfuse.throttle import Throttle
+from jfuse.types import PAD_POSITION, PADDING_SEGMENT, PREFIX_SEGMENT, ContextCache, LayerKV
 from tests.serving.conftest import SELECTORS
 
 SELECTOR = jf.selectors.qcfuse((1,))
@@ -56,24 +57,35 @@ def test_chunks_in_another_order_are_all_hits_and_stand_in_that_order(model, sto
         np.testing.assert_allclose(ours.k[:120], theirs.k[:120], atol=1e-5)
 
 
+def made_up_prefix(model, tokens):
+    """A prefix of random keys and values, padded as `encode_prefix` pads."""
+    rng, padding, c = np.random.default_rng(len(tokens)), -len(tokens) % 64, model.config
+    shape = (c.num_layers, 2, len(tokens) + padding, c.num_kv_heads, c.head_size)
+    kv = tuple(LayerKV(k, v) for k, v in rng.standard_normal(shape, np.float32))
+    positions = np.pad(np.arange(len(tokens), dtype=np.int32), (0, padding), constant_values=PAD_POSITION)
+    segments = np.pad(np.full(len(tokens), PREFIX_SEGMENT, np.int32), (0, padding), constant_values=PADDING_SEGMENT)
+    return ContextCache(np.pad(tokens, (0, padding)), positions, segments, kv)
+
+
 @pytest.mark.parametrize("length", [0, 1, 41, 255, 256, 257])
 def test_the_length_of_the_prefix_never_shifts_or_voids_a_hit(model, store, passages, length):
     """R-08: every chunk is found whatever stands before it, and lands right behind the prefix."""
     ids = [store.put(encode_chunk(model, tokens)) for tokens in passages]
     head = np.random.default_rng(9).integers(0, 128, length).astype(np.int32)
-    prefix = jf.encode_prefix(model, head) if length else None
+    prefix = made_up_prefix(model, head) if length else None
     assert [store.lookup(tokens).hit for tokens in passages] == [True] * 3
     config = FusionConfig(ratio=0.0, pad_to=128)
     with begin(model, StoredChunks(store, ids), SELECTORS["reuse"], config, prefix=prefix) as incoming:
         context = incoming.context
-        values = [np.asarray(incoming.pop(l).v) for l in range(2)]
+        layers = [incoming.pop(l) for l in range(2)]
     assert context.end == length + 120 and context.num_tokens == 120
     np.testing.assert_array_equal(np.asarray(context.tokens)[: context.end], np.concatenate([head, *passages]))
-    for l, layer in enumerate(values):
+    for l, layer in enumerate(layers):
         stored = np.concatenate([chunk.kv[l].v for chunk in store.read(ids)])
-        np.testing.assert_array_equal(layer[length : context.end], stored)
+        np.testing.assert_array_equal(layer.v[length : context.end], stored)
         if prefix is not None:
-            np.testing.assert_array_equal(layer[:length], np.asarray(prefix.kv[l].v)[:length])
+            np.testing.assert_array_equal(layer.k[:length], prefix.kv[l].k[:length])
+            np.testing.assert_array_equal(layer.v[:length], prefix.kv[l].v[:length])
 
 
 def test_a_chunk_is_stored_free_of_what_stood_before_it(model, passages):
