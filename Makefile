@@ -2,6 +2,7 @@
 #   make demo    answer questions over real passages with the embedded model
 #   make test    the quick tests
 #   make kernels compile the GPU kernels, and run them in interpret mode: needs no GPU
+#   make notebooks  run all notebooks in their small setting, and leave them as they are
 #   make lint    ruff, pyright, import rules
 #   make check   lint and test
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.13 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive NPROC=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 RUN := $(BIN)/python -m
 
-.PHONY: demo test kernels lint format check setup dev clean
+.PHONY: demo test notebooks kernels lint format check setup dev clean
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -28,6 +29,9 @@ test: dev
 # The CUDA plugin stays in a folder of its own: in the environment every jax would look for a GPU.
 kernels: dev $(STAMPS)/cuda
 	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu $(ONE_THREAD) $(RUN) pytest -n $(JOBS) --dist worksteal -q -m kernels tests/pallas $(ARGS)
+
+notebooks: dev
+	JFUSE_NOTEBOOK_SMALL=1 $(ONE_THREAD) $(RUN) pytest --nbmake --nbmake-timeout=600 -n $(JOBS) --dist worksteal -q notebooks $(ARGS)
 
 lint: dev
 	$(RUN) ruff check
