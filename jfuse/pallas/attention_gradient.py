@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jfuse.pallas.key_blocks import END, LISTED, NEAR, NEAR_END, WINDOW, Visit, visit
+from jfuse.pallas.key_blocks import END, NEAR, NEAR_END, Visit, visit
 
 ROW_BLOCK = 64
 KEY_BLOCK = 256
@@ -37,7 +37,7 @@ def attention_gradient(
     shift = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1) - d_lse
     rows = tuple(_row_blocks(a, k.shape[1], row_block) for a in (q, d_out, lse, shift))
     # Blocks of keys are written in place: the last may not reach past the end.
-    padding = ((0, plan.key_positions.shape[0] - k.shape[0]), (0, 0), (0, 0))
+    padding = ((0, plan.bounds.shape[1] - k.shape[0]), (0, 0), (0, 0))
     keys = tuple(jnp.pad(a, padding).transpose(1, 0, 2) for a in (plan.k, plan.v))
 
     def step(totals, block):
@@ -62,10 +62,8 @@ def _visit_keys(keys, totals, plan: Visit, ranges, position, parts, key_block):
         d_q, d_k, d_v = carry
         at = jnp.where(i < end, i, near + i - end) * key_block
         k, v = (jax.lax.dynamic_slice_in_dim(a, at, key_block, axis=1) for a in keys)
-        place = jax.lax.dynamic_slice_in_dim(plan.key_positions, at, key_block)[None, :]
-        away = position[:, None] - place
-        listed = (at + jnp.arange(key_block) < ranges[LISTED])[None, :]
-        seen = ((away >= 0) & (listed | (away <= ranges[WINDOW])))[None, :, None, :]
+        first, last = jax.lax.dynamic_slice_in_dim(plan.bounds, at, key_block, axis=1)[:, None, None, :]
+        seen = ((first <= position[:, None, None]) & (position[:, None, None] <= last))[None]
         scores = _product("krgh,ksh->krgs", q, k) * scale
         weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
         slope = (weights * (_product("krgh,ksh->krgs", d_out, v) - shift[..., None]) * scale).astype(k.dtype)
@@ -74,7 +72,7 @@ def _visit_keys(keys, totals, plan: Visit, ranges, position, parts, key_block):
         d_v = _add(d_v, at, _product("krgs,krgh->ksh", weights.astype(v.dtype), d_out))
         return d_q, d_k, d_v
 
-    steps = end + jnp.maximum(ranges[NEAR_END] - near, 0)
+    steps = end + ranges[NEAR_END] - near
     d_q, *totals = jax.lax.fori_loop(0, steps, step, (jnp.zeros(q.shape, jnp.float32), *totals))
     return d_q, tuple(totals)
 

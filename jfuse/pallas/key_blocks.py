@@ -8,22 +8,23 @@ rows x keys exists, and other rows or another visible set of the same shapes run
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.types import PAD_POSITION
 
-WHOLE, END, NEAR, NEAR_END, LISTED, WINDOW = range(6)
-"""Columns of `Visit.ranges`, the last two alike in every row. Key blocks in the order in which they are visited:
+WHOLE, END, NEAR, NEAR_END = range(4)
+"""Columns of `Visit.ranges`. Key blocks in the order in which they are visited, visible keys first:
 
     0        WHOLE        END         NEAR    NEAR_END
     |----------|-----------|   ...     |---------|
      every key   some visible key       some key of a window
-     of every    of some row
+     of every    of some row            of some row
      row
-
-LISTED is the number of visible keys, which come first; WINDOW the width of the window.
 """
-COLUMNS = 8
+
+ALWAYS = np.iinfo(np.int32).max
+"""Later than every row."""
 
 
 class Visit(NamedTuple):
@@ -32,9 +33,9 @@ class Visit(NamedTuple):
     k: Float[Array, "S K H"]
     v: Float[Array, "S K H"]
     order: Int[Array, " S"] | None  # where each of them lay; None: they were not moved
-    key_positions: Int[Array, " P"]  # padded to whole blocks with PAD_POSITION
+    bounds: Int[Array, "2 P"]  # the first and the last position of a row that may read each; padded to whole blocks
     row_positions: Int[Array, " B"]  # padded to whole blocks; -1 for padding rows
-    ranges: Int[Array, "b 8"]
+    ranges: Int[Array, "b 4"]
 
 
 def visit(
@@ -60,10 +61,14 @@ def visit(
         k, v, key_positions = k[order], v[order], key_positions[order]
     row_positions = jnp.where(row_positions >= PAD_POSITION, -1, row_positions)
     row_positions = jnp.pad(row_positions, (0, -row_positions.shape[0] % row_block), constant_values=-1)
-    padded = jnp.pad(key_positions, (0, -keys % key_block), constant_values=PAD_POSITION)
-    rows = row_positions.reshape(-1, row_block)
-    ranges = _ranges(rows, padded.reshape(-1, key_block), listed, window)
-    return Visit(k, v, order, padded, row_positions, ranges)
+    key_positions = jnp.pad(key_positions, (0, -keys % key_block), constant_values=PAD_POSITION)
+    is_listed = jnp.arange(key_positions.shape[0], dtype=jnp.int32) < listed
+    reach = jnp.minimum(jnp.asarray(window, jnp.int32), PAD_POSITION)
+    bounds = jnp.stack([key_positions, jnp.where(is_listed, ALWAYS, key_positions + reach)])
+    ranges = _ranges(
+        row_positions.reshape(-1, row_block), key_positions.reshape(-1, key_block), listed, is_listed, reach
+    )
+    return Visit(k, v, order, bounds, row_positions, ranges)
 
 
 def _visible_first(visible, listed):
@@ -73,11 +78,11 @@ def _visible_first(visible, listed):
     return jnp.zeros_like(place).at[place].set(jnp.arange(place.shape[0], dtype=jnp.int32), unique_indices=True)
 
 
-def _ranges(rows, keys, listed, window):
+def _ranges(rows, keys, listed, is_listed, window):
     last = rows.max(1)[:, None]
     earliest = jnp.where(rows < 0, PAD_POSITION, rows).min(1)[:, None]
     block = jnp.arange(keys.shape[0], dtype=jnp.int32)[None, :]
-    is_listed = jnp.arange(keys.size, dtype=jnp.int32).reshape(keys.shape) < listed
+    is_listed = is_listed.reshape(keys.shape)
     first_listed = jnp.where(is_listed, keys, PAD_POSITION).min(1)[None, :]
     first_other = jnp.where(is_listed, PAD_POSITION, keys).min(1)[None, :]
     last_other = jnp.where(is_listed | (keys == PAD_POSITION), -1, keys).max(1)[None, :]
@@ -86,13 +91,7 @@ def _ranges(rows, keys, listed, window):
     boundary = (listed + keys.shape[1] - 1) // keys.shape[1]  # the first block without a visible key
     ahead, behind = wanted & (block < boundary), wanted & (block >= boundary)
     num_whole = jnp.cumprod(whole, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
-    ends = [
-        num_whole,
-        jnp.maximum(jnp.where(ahead, block + 1, 0).max(1), num_whole),
-        jnp.where(behind, block, keys.shape[0]).min(1),
-        jnp.where(behind, block + 1, 0).max(1),
-        jnp.broadcast_to(listed, num_whole.shape),
-        jnp.broadcast_to(jnp.asarray(window, jnp.int32), num_whole.shape),
-    ]
-    columns = [column.astype(jnp.int32) for column in ends]
-    return jnp.stack(columns + [jnp.zeros_like(num_whole)] * (COLUMNS - len(columns)), axis=1)
+    end = jnp.maximum(jnp.where(ahead, block + 1, 0).max(1), num_whole)
+    near_end = jnp.where(behind, block + 1, 0).max(1)
+    near = jnp.minimum(jnp.where(behind, block, keys.shape[0]).min(1), near_end)
+    return jnp.stack([num_whole, end, near, near_end], axis=1).astype(jnp.int32)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.pallas.key_blocks import COLUMNS, END, LISTED, NEAR, NEAR_END, WHOLE, WINDOW, visit
+from jfuse.pallas.key_blocks import END, NEAR, NEAR_END, WHOLE, visit
 from jfuse.pallas.merge import NEGATIVE, merge_partial
 
 PROGRAMS = 264  # wanted on the card: two for each multiprocessor of an H200
@@ -47,7 +47,7 @@ def selective_attention_triton(
         row_block=row_block,
         key_block=key_block,
     )
-    blocks, padded = plan.ranges.shape[0], plan.key_positions.shape[0]
+    blocks, padded = plan.ranges.shape[0], plan.bounds.shape[1]
     splits = max(1, min(PROGRAMS // (blocks * kv_heads), padded // (2 * key_block), MAX_SPLITS))
     wide = max(pl.next_power_of_2(size), 16)
     kernel = functools.partial(
@@ -62,9 +62,10 @@ def selective_attention_triton(
         kernel,
         grid=(blocks, kv_heads * splits),
         in_specs=[
-            pl.BlockSpec((None, COLUMNS), lambda i, h: (i, 0)),
+            pl.BlockSpec((None, 4), lambda i, h: (i, 0)),
             pl.BlockSpec((row_block,), lambda i, h: (i,)),
-            pl.BlockSpec((padded,), lambda i, h: (0,)),
+            pl.BlockSpec((None, padded), lambda i, h: (0, 0)),
+            pl.BlockSpec((None, padded), lambda i, h: (1, 0)),
             pl.BlockSpec(q.shape, lambda i, h: (0, 0, 0)),
             key_spec,
             key_spec,
@@ -80,7 +81,7 @@ def selective_attention_triton(
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="selective_attention_triton",
-    )(plan.ranges, plan.row_positions, plan.key_positions, q, plan.k, plan.v)
+    )(plan.ranges, plan.row_positions, plan.bounds, plan.bounds, q, plan.k, plan.v)
     if splits == 1:
         return out[0], lse[0]
     whole, lse = merge_partial([(out[i], lse[i]) for i in range(splits)])
@@ -107,7 +108,8 @@ def dot_precision(dtype: jnp.dtype, interpret: bool):
 def _kernel(
     range_ref,
     row_ref,
-    key_ref,
+    first_ref,
+    last_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -132,7 +134,7 @@ def _kernel(
     scale = LOG2E / math.sqrt(size)
 
     whole, end, near = range_ref[WHOLE], range_ref[END], range_ref[NEAR]
-    steps = end + jnp.maximum(range_ref[NEAR_END] - near, 0)
+    steps = end + range_ref[NEAR_END] - near
     share = (steps + splits - 1) // splits
     first, last = jnp.minimum(split * share, steps), jnp.minimum((split + 1) * share, steps)
 
@@ -147,10 +149,8 @@ def _kernel(
             bounds = {"mask": jnp.broadcast_to(keep, (key_block, wide)), "other": 0}
         scores = triton.dot(q, triton.load(k_ref.at[here], **bounds).T, precision=precision) * scale
         if masked:
-            key_position = triton.load(key_ref.at[here])[None, :]
-            seen = (key_position <= position[:, None]) & (
-                (index < range_ref[LISTED])[None, :] | (position[:, None] - key_position <= range_ref[WINDOW])
-            )
+            first_row, last_row = (triton.load(ref.at[here])[None, :] for ref in (first_ref, last_ref))
+            seen = (first_row <= position[:, None]) & (position[:, None] <= last_row)
             scores = jnp.where(seen, scores, NEGATIVE)
         new_top = jnp.maximum(top, scores.max(1))
         decay = jnp.exp2(top - new_top)

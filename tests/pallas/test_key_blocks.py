@@ -30,14 +30,16 @@ def test_blocks_hold_every_readable_key(case):
     found = plan(k, k, *drawn[3:], row_block=row_block, key_block=key_block)
     order = np.asarray(found.k)[:, 0, 0].astype(int)
     np.testing.assert_array_equal(np.sort(order), np.arange(case.keys))
-    np.testing.assert_array_equal(found.key_positions[: case.keys], np.asarray(drawn.key_positions)[order])
+    (first, last), at = np.asarray(found.bounds), np.asarray(found.row_positions)[: case.rows, None]
+    np.testing.assert_array_equal(((first <= at) & (at <= last))[:, : case.keys], keep[:, order])
+    assert not ((first <= at) & (at <= last))[:, case.keys :].any()
     keep = keep[:, order]
     real = np.asarray(drawn.row_positions) < 2**30
     for block, ends in enumerate(np.asarray(found.ranges)):
         rows = slice(block * row_block, (block + 1) * row_block)
         mine = keep[rows][real[rows] & (np.asarray(drawn.row_positions)[rows] >= 0)]
-        visited = [*range(ends[END]), *range(max(ends[NEAR], ends[END]), ends[NEAR_END])]
-        assert ends[WHOLE] <= ends[END]
+        visited = [*range(ends[END]), *range(ends[NEAR], ends[NEAR_END])]
+        assert ends[WHOLE] <= ends[END] and len(set(visited)) == len(visited)
         for j in range(-(-case.keys // key_block)):
             keys = mine[:, j * key_block : (j + 1) * key_block]
             assert not keys.any() or j in visited

@@ -11,7 +11,9 @@ from benchmarks.ahead_of_time import GPUS, available, compile_for
 from jfuse.pallas.selective_attention_triton import selective_attention_triton
 from tests.pallas.attention_cases import FULL, QUICK, Case, assert_equal_to_dense, draw
 
-interpreted = jax.jit(functools.partial(selective_attention_triton, interpret=True))
+# An interpreted kernel takes seconds to compile and milliseconds to run: compiled plainly, it takes half.
+PLAIN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+interpreted = jax.jit(functools.partial(selective_attention_triton, interpret=True), compiler_options=PLAIN)
 
 
 def check(case):
@@ -41,7 +43,8 @@ def test_a_batch_by_vmap():
     drawn = [draw(Case(9, 40, size=16, dtype="float32"))] * 2
     drawn[1] = drawn[1]._replace(q=drawn[1].q * 2, window=jnp.int32(0))
     batch = jax.tree.map(lambda *a: jnp.stack(a), *drawn)
-    out, lse = jax.jit(jax.vmap(functools.partial(selective_attention_triton, interpret=True)))(*batch)
+    run = jax.vmap(functools.partial(selective_attention_triton, interpret=True))
+    out, lse = jax.jit(run, compiler_options=PLAIN)(*batch)
     for i, one in enumerate(drawn):
         assert_equal_to_dense(out[i], lse[i], one)
 
@@ -49,7 +52,7 @@ def test_a_batch_by_vmap():
 def test_lengths_of_the_visible_set_share_one_compilation(compilations):
     """Pitfall 53: rows, visible set and window are data; the trip counts are known at run time."""
     drawn = draw(Case(13, 97, size=16, visible=0.3, window=3))
-    run = jax.jit(functools.partial(selective_attention_triton, interpret=True))
+    run = jax.jit(functools.partial(selective_attention_triton, interpret=True), compiler_options=PLAIN)
     run(*drawn)
     before = compilations.count
     for share, window in ((0.0, 0), (1.0, 0), (0.5, 90)):
