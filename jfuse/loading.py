@@ -48,8 +48,10 @@ class Loader:
         self._thread = threading.Thread(target=self._work, name="jfuse-load", daemon=True) if run_thread else None
 
     def start(self) -> "Loader":
-        """Begins, if there is a thread. Done by `with`, or earlier, so that a waiting request loads meanwhile."""
-        if self._thread is not None and not self._thread.ident and not self._stopped:
+        """Begins: the thread, or the first loads themselves. Done by `with`, or earlier for a request that waits."""
+        if self._thread is None and self._ahead and not self._stopped:
+            self._run_ahead()
+        elif self._thread is not None and not self._thread.ident and not self._stopped:
             self._thread.start()
         return self
 
@@ -116,7 +118,10 @@ class Loader:
         if not self._ahead:
             key, load = self._loads[index]
             self._done[key] = _outcome(load)
-            return
+        else:
+            self._run_ahead()
+
+    def _run_ahead(self) -> None:
         while self._next < min(self._limit(), len(self._loads)):
             key, load = self._loads[self._next]
             self._next += 1

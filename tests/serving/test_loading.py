@@ -39,6 +39,19 @@ def test_loads_run_in_order_and_never_further_ahead_than_asked(background, ahead
         assert any(taken <= l - ahead + 1 for l, taken in slow.started[ahead:]), "nothing was loaded ahead"
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_a_request_that_waits_loads_what_it_may(background):
+    """What is wanted first, and as much again as may be ahead, before anything is asked for."""
+    slow = Slow(6)
+    loader = Loader(slow.loads, ahead=2, free=1, background=background).start()
+    until = time.perf_counter() + 60
+    while len(slow.started) < 3 and time.perf_counter() < until:
+        time.sleep(1e-3)
+    assert [l for l, _ in slow.started] == [0, 1, 2]
+    with loader:
+        assert [loader.take(l) for l in range(6)] == [0, 10, 20, 30, 40, 50]
+
+
 def test_without_layers_ahead_each_load_runs_when_it_is_asked_for():
     """Synchronous: no thread, and out of order is fine."""
     slow = Slow(4)
