@@ -11,7 +11,7 @@ import pytest
 from benchmarks.ahead_of_time import GPUS, available, compile_for
 from jfuse.fuse import FusionState, fuse_layer
 from jfuse.models.decoder import make_rows
-from jfuse.models.params import random_params
+from jfuse.models.params import shape_params
 from jfuse.models.tiny import tiny_config, tiny_model
 from jfuse.pallas.choice import INTERPRETED, pretended
 from jfuse.types import PAD_POSITION, LayerKV
@@ -93,7 +93,7 @@ def test_it_compiles_for_gpus(gpu, restricted):
     config = tiny_config(
         "qwen3", width=4096, num_heads=32, num_kv_heads=8, head_size=128, mlp_width=12_288, num_layers=1
     )
-    blocks = jax.eval_shape(lambda: random_params(config, jax.random.key(0), jnp.bfloat16))["blocks"]
+    blocks = shape_params(config, jnp.bfloat16)["blocks"]
     block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), blocks)
     rows, length, shape = 1024, 10_240, jax.ShapeDtypeStruct
     table = shape((rows, 64), jnp.float32)
