@@ -25,7 +25,7 @@ COLOURS = {  # Okabe and Ito, 2008
 """One colour per method in every figure (the order of Okabe and Ito's palette)."""
 
 CONTROLS = ("global_sparse", "layerwise_sparse", "target_capacity", "target_union")  # of RelaxKV, in its colour
-OTHER = "#f0e442"
+OTHER = "#5d3a9b"  # of the user's own; yellow, the palette's eighth, is too faint for lines
 RULE_COLOURS = {"kvzip": "#d55e00", "sink": "#e69f00", "knorm": "#56b4e9", "h2o": "#0072b2"}
 MARKERS = "osD^v<>P"
 
@@ -68,8 +68,9 @@ def quality_against(
     ax = lines(drawn, x=x, y=quality, by="method", order="ratio", xlabel=xlabel, ylabel=label, ax=ax)
     for method in dict.fromkeys(row["method"] for row in drawn):
         own = [row for row in drawn if row["method"] == method]
+        style = {"fontsize": "x-small", "color": colour(method), "textcoords": "offset points", "xytext": (4, -9)}
         for row in own if len(own) > 1 else ():
-            ax.annotate(f"{row['ratio']:g}", (row[x], row[quality]), textcoords="offset points", xytext=(4, 4))
+            ax.annotate(f"{row['ratio']:g}", (row[x], row[quality]), **style)
     return ax
 
 
@@ -134,9 +135,11 @@ def panels(rows: Sequence[Row], by: str, draw: Callable[[Sequence[Row], Axes], o
     height = -(-max(len(values), 1) // columns)
     figure = Figure(figsize=(4.4 * columns, 3.4 * height), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flatten()
-    for value, ax in zip(values, axes, strict=False):
+    for index, (value, ax) in enumerate(zip(values, axes, strict=False)):
         draw([row for row in rows if row[by] == value], ax)
         ax.set_title(str(value), fontsize="medium")
+        if index and ax.get_legend() is not None:
+            ax.get_legend().remove()  # the first panel's is enough
     for ax in axes[len(values) :]:
         ax.set_visible(False)
     return axes[0]
@@ -156,6 +159,7 @@ def bars(rows: Sequence[Row], *, x: str, y: str, by: str, ylabel: str, ax: Axes 
         ax.bar(at, heights, width, label=str(name), color=fill, hatch=hatch, edgecolor="white", linewidth=0.4)
     ax.set_xticks(range(len(groups)), [str(group) for group in groups])
     _finish(ax, "", ylabel)
+    _legend_above(ax, 3, ax.get_legend_handles_labels()[0])
     return ax
 
 
@@ -176,8 +180,7 @@ def time_breakdown(rows: Sequence[Row], *, ax: Axes | None = None) -> Axes:
     ax.invert_yaxis()
     ax.set_xlabel("seconds")
     stages = [stage for stage in STAGE_COLOURS if any(row.get(stage) for row in rows)]
-    handles = [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in stages]
-    ax.legend(handles=handles, frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    _legend_above(ax, 5, [Patch(color=STAGE_COLOURS[stage], label=stage) for stage in stages])
     return ax
 
 
@@ -251,6 +254,12 @@ def _shades(names: Sequence[Any]) -> dict[Any, tuple[str, str]]:
         shades[name] = fill, ("", "///", "...", "xxx")[used.get(fill, 0) % 4]
         used[fill] = used.get(fill, 0) + 1
     return shades
+
+
+def _legend_above(ax: Axes, columns: int, handles: Sequence[Any]) -> None:
+    """The legend above the axes, where it hides no bar."""
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "columnspacing": 1.0, "handlelength": 1.2}
+    ax.legend(handles=list(handles), frameon=False, fontsize="small", ncols=columns, **place)
 
 
 def _finish(ax: Axes, xlabel: str, ylabel: str) -> None:

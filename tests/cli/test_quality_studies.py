@@ -54,6 +54,11 @@ def test_layers_study(as_json, folder, towns, tmp_path):
     result = as_json("study", "layers", "--model", folder, "--task", towns, "--num-samples", 2, "--out", tmp_path)
     assert sorted(row["rank"] for row in result["single"]) == [1, 2] and len(result["together"]) == 2
     check_files(tmp_path, "layers")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert as_json("profile", "--model", folder, "--samples", towns, "--out", tmp_path / "p.json")["num_samples"] == 2
+    drawn = as_json("study", "layers", "--model", folder, "--profile", tmp_path / "p.json", "--out", tmp_path)
+    assert drawn["single"] == result["single"] and drawn["settings"]["num_samples"] == 2
 
 
 @pytest.mark.slow

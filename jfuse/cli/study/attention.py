@@ -107,20 +107,25 @@ class LayerRecall(Asked):
     """Which layers find the answer, alone and together (QCFuse Figs. 7 and 8)."""
 
     name: ClassVar[str] = "layers"
-    example: ClassVar[str] = "jfuse study layers --num-samples 32"
+    example: ClassVar[str] = "jfuse study layers --profile shipped"
 
     num_samples: int = 32
     top: int = 10
     """How many layers are added up at most."""
+    profile: str = ""
+    """Measure nothing, and draw this profile: a file of jfuse profile, or "shipped"."""
 
     def run(self) -> int:
-        """Profiles every layer."""
+        """Profiles every layer, or reads a profile."""
         from jfuse.evals.studies.layers import layer_rows
         from jfuse.plot import by_layer, pair, top_layer_recall
-        from jfuse.profile import profile_layers
+        from jfuse.profile import load_profile, profile_layers
 
         model = self.load()
-        profile = profile_layers(model, self.prompts(model), num_top=self.top, data=self.task)
+        if self.profile:
+            profile = load_profile(model, None if self.profile == "shipped" else self.profile)
+        else:
+            profile = profile_layers(model, self.prompts(model), num_top=self.top, data=self.task)
         single, together = layer_rows(profile)
         left, right = pair()
         by_layer(single, y="recall", ylabel="recall at 10%", marked=profile.critical_layers(), ax=left)
@@ -131,10 +136,11 @@ class LayerRecall(Asked):
             for row, summed in zip(best, together, strict=False)
         ]
         columns = ("rank", "layer", "recall alone", "with those above")
+        settings = {"model": self.model, "data": profile.data, "num_samples": profile.num_samples}
         return self.finish(
-            {"settings": self.settings, "single": single, "together": together},
+            {"settings": settings, "single": single, "together": together},
             left,
-            make_table(columns, shown, f"{self.task}, {profile.num_samples} questions"),
+            make_table(columns, shown, f"{profile.data}, {profile.num_samples} questions"),
         )
 
 
