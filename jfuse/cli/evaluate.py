@@ -30,9 +30,9 @@ class Eval(Command):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and caches; auto is float32 on a CPU, bfloat16 on an accelerator."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint=f"(default: {' '.join(TASKS)}, or --data)")] = ()
-    """Needle tasks (single, mk, mq, mv), hotpotqa, squad."""
+    """Made on the spot (single, mk, mq, mv, vt, quote) or shipped (hotpotqa, squad)."""
     data: tuple[Path, ...] = ()
-    """Questions of your own over passages, in JSON Lines; each file is a task, named after the file."""
+    """Files of your own, of jfuse, LongBench, LV-Eval, RULER and others; each is a task, named after the file."""
     selectors: tuple[str, ...] = SELECTORS
     """Which selectors, with settings after a colon: relaxkv:window=32. Full prefill and reuse are always there."""
     ratios: tuple[float, ...] = (0.3,)
@@ -42,9 +42,11 @@ class Eval(Command):
     )
     """Questions of each task."""
     length: int = 1024
-    """Needle tasks: context tokens."""
+    """Made tasks: context tokens."""
     num_chunks: int = 4
-    """Needle tasks: chunks."""
+    """Made tasks: chunks."""
+    chunk_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: passages)")] = None
+    """Cut chunks to at most so many tokens; contexts in one piece are cut in any case."""
     new_tokens: int = 0
     """Also answer greedily with at most so many tokens, and score the text."""
     ttft: bool = False
@@ -90,7 +92,7 @@ class Eval(Command):
         from jfuse.evals.settings import Task
 
         names = self.tasks or (() if self.data else TASKS)
-        options: dict[str, Any] = {"new_tokens": self.new_tokens}
+        options: dict[str, Any] = {"new_tokens": self.new_tokens, "chunk_tokens": self.chunk_tokens}
         made = {"length": self.length, "num_chunks": self.num_chunks}
         return tuple(Task(name, **made, **options) for name in names) + tuple(
             Task(path.stem, data=str(path), **options) for path in self.data

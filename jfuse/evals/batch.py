@@ -57,8 +57,8 @@ def measure_batch(cases: Sequence[Case], method: Method) -> list[dict[str, Any]]
     selections = _select(selector, model.config.num_layers, evidence, k)
     answers = _answers(cases)
     full = np.zeros((*answers.reference.shape, model.config.vocab_size), np.float32)
-    for row, case in zip(full, cases, strict=True):
-        row[: len(case.prompt.reference)] = case.full_logits
+    for index, case in enumerate(cases):
+        full[index, : len(case.prompt.reference)] = case.full_logits
     work = common_work(selections)
     row_block = cases[0].setting.row_block
     context = _stacked([case.stale for case in cases])
@@ -102,7 +102,7 @@ def _answers(cases: Sequence[Case]) -> Answers:
         tokens, positions = padded_query(np.concatenate([question, reference[:-1]]), case.stale.end)
         padding = longest - len(reference)
         real = np.arange(longest) < len(reference)
-        rows.append(Answers(tokens, positions, np.int32(len(question) - 1), np.pad(reference, (0, padding)), real))
+        rows.append((tokens, positions, np.int32(len(question) - 1), np.pad(reference, (0, padding)), real))
     return Answers(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 

@@ -52,17 +52,19 @@ def estimate(
         plan = make_plan(settings, name, model, selectors=selectors, setting=setting)
         left: dict[str, list[Item]] = {task.name: [] for task in settings.tasks}
         for item in plan.items:
-            where = (name, item.task.name, item.sample.id)
+            where = (plan.name, item.task.name, item.sample.id)
             methods = [method for method in item.methods if (*where, method.name, method.ratio) not in done]
             if methods:
                 left[item.task.name].append(item._replace(methods=methods))
         per_flop = 0.0
         for task, items in left.items():
-            known = [time for time in times if (time["model"], time["task"]) == (name, task)]
+            known = [time for time in times if (time["model"], time["task"]) == (plan.name, task)]
             if items and not known:
                 per_flop = per_flop or seconds_per_flop(model)
             seconds = sum(_by_times(item, known) if known else per_flop * _flops(model, item) for item in items)
-            found.append(Estimate(name, task, len(items), sum(len(item.methods) for item in items), float(seconds)))
+            found.append(
+                Estimate(plan.name, task, len(items), sum(len(item.methods) for item in items), float(seconds))
+            )
     return found
 
 

@@ -22,7 +22,8 @@ def about(settings: Settings, command: Sequence[str] = ()) -> dict[str, Any]:
     plain = settings.as_dict()
     plain["models"] = [without_folders(name) for name in settings.models]
     for task in plain["tasks"]:
-        task["data"] = task["data"] and without_folders(task["data"])
+        for field in ("data", "haystack"):
+            task[field] = task[field] and PurePath(task[field]).name
     return {
         "command": " ".join(without_folders(word) for word in command),
         "settings": plain,

@@ -18,7 +18,7 @@ from jfuse.anchors import AnchorRule
 from jfuse.anchors import by_name as anchor_rule_by_name
 from jfuse.evals import workload
 from jfuse.evals.data import Sample
-from jfuse.evals.manifest import about
+from jfuse.evals.manifest import about, without_folders
 from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.methods import Method, ends, make_methods, needs_layers
 from jfuse.evals.prompts import Prompt
@@ -49,7 +49,7 @@ class Item(NamedTuple):
 class Plan(NamedTuple):
     """All that one model will be asked, in order."""
 
-    name: str
+    name: str  # of the model, without the folders it lies in
     model: Model
     anchor_rule: AnchorRule
     items: list[Item]
@@ -91,11 +91,11 @@ def evaluate(
         plan = make_plan(settings, name, load(name, dtype=settings.dtype), selectors=selectors, setting=setting)
         more = {"planned": plan.planned, "too_long": plan.too_long}
         with Records(out, plan.identity, about=about(settings, command) | more) as records:
-            todo = [item._replace(methods=_missing(name, item, records)) for item in plan.items]
+            todo = [item._replace(methods=_missing(plan.name, item, records)) for item in plan.items]
             todo = [item for item in todo if item.methods]
             total = sum(len(item.methods) for item in todo)
             disable = None if progress is None else not progress
-            with tqdm(total=total, desc=f"evaluating {name}", unit="run", disable=disable) as bar:
+            with tqdm(total=total, desc=f"evaluating {plan.name}", unit="run", disable=disable) as bar:
                 for item in todo:
                     for row, seconds in measure_item(plan, item, setting, ttft=settings.ttft):
                         records.add(row, seconds)
@@ -120,6 +120,7 @@ def make_plan(
     """
     if model.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer, and tasks are texts; load a model with one.")
+    name = without_folders(name)
     layers = _layers(settings, model, selectors)
     methods = _methods(settings, layers, selectors)
     rule = anchor_rule_by_name(settings.anchor_rule, model)

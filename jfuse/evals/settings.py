@@ -6,29 +6,28 @@ In go command-line words or a mapping; out comes one frozen `Settings`, checked 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jfuse.config import checked_ratio
 from jfuse.evals.data import shipped
-from jfuse.evals.ruler import TASKS as NEEDLES
-
-SHIPPED = {"hotpotqa": "hotpotqa.jsonl", "squad": "squad.jsonl"}
-"""Question files that come with jfuse."""
+from jfuse.evals.tasks import GENERATED, SHIPPED
 
 
 @dataclass(frozen=True)
 class Task:
-    """A source of samples: a needle task that is made on the spot, or a file of questions in JSON Lines.
+    """A source of samples: a task that is made on the spot, one that ships, or a file of your own.
 
     Attributes:
-        name: a needle task, "hotpotqa" or "squad" (which ship), or any name with `data`.
-        data: the file, for a task that neither ships nor is made.
-        length: needle tasks: tokens of all chunks together.
-        num_chunks: needle tasks: how many chunks.
-        first: the first seed of a needle task, or the first row of a file.
-        chunk_tokens: cut chunks of a file to at most so many tokens; None takes its passages as they are.
-        example: put a worked example before the instruction; None does so for questions, not for needles.
+        name: one of `tasks.GENERATED` or `tasks.SHIPPED`, or any name with `data`.
+        data: a file in any format of `evals.readers`.
+        length: made tasks: tokens of all chunks together.
+        num_chunks: made tasks: how many chunks.
+        haystack: made tasks: what surrounds the needles; None takes the task's own.
+        first: the first seed of a made task, or the first row of a file.
+        chunk_tokens: cut chunks to at most so many tokens; None takes passages as they are and cuts contexts in one
+            piece.
+        example: put a worked example before the instruction; None does so where answers are alternatives.
         new_tokens: answer greedily with at most so many tokens and score the text; 0 leaves that out.
     """
 
@@ -36,6 +35,7 @@ class Task:
     data: str | None = None
     length: int = 1024
     num_chunks: int = 4
+    haystack: str | None = None
     first: int = 0
     chunk_tokens: int | None = None
     example: bool | None = None
@@ -43,8 +43,8 @@ class Task:
 
     def __post_init__(self):
         if not self.made and self.path is None:
-            known = ", ".join((*NEEDLES, *SHIPPED))
-            raise ValueError(f"There is no task {self.name!r}; use one of {known}, or give `data`, a JSON Lines file.")
+            known = ", ".join((*GENERATED, *SHIPPED))
+            raise ValueError(f"There is no task {self.name!r}; use one of {known}, or give `data`, a file.")
         least = {"length": 1, "num_chunks": 1, "first": 0, "new_tokens": 0}
         if self.chunk_tokens is not None:
             least["chunk_tokens"] = 1
@@ -58,14 +58,14 @@ class Task:
     @property
     def made(self) -> bool:
         """Whether samples are made on the spot."""
-        return self.data is None and self.name in NEEDLES
+        return self.data is None and self.name in GENERATED
 
     @property
     def path(self) -> Path | None:
         """The task's file, if it has one."""
         if self.data is not None:
             return Path(self.data)
-        return shipped(SHIPPED[self.name]) if self.name in SHIPPED else None
+        return shipped(f"{self.name}.jsonl") if self.name in SHIPPED else None
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,9 @@ class Settings:
                 raise ValueError(f"{name} is empty; give at least one.")
         if type(self.limit) is not int or self.limit < 1:
             raise ValueError(f"limit is {self.limit!r}; use an integer >= 1.")
+        bases = [PurePath(model).name for model in self.models]
+        if len(set(bases)) < len(bases):
+            raise ValueError(f"Two models have one name ({', '.join(bases)}); results could not tell them apart.")
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"Two tasks have one name ({', '.join(names)}); name them apart, with `data` if need be.")

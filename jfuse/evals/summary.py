@@ -66,7 +66,7 @@ def cells(rows: Iterable[Row], planned: Mapping[str, int] | None = None) -> list
 
     Args:
         planned: method keys (`Method.key`) with the number of samples each is to be measured on. Samples that lack one
-            of them are left out; by default all methods found are planned for all samples.
+            of them are left out, and so are other methods; by default all that are found are planned for all samples.
     """
     found = []
     for (model, task), group in _groups(rows, planned):
@@ -140,6 +140,7 @@ def _groups(rows: Iterable[Row], planned: Mapping[str, int] | None):
         kept = {
             method: {id: own[id] for id in sorted(used & own.keys(), key=index.__getitem__)}
             for method, own in group.items()
+            if f"{method[0]}@{method[1]:g}" in limits
         }
         yield key, {method: own for method, own in kept.items() if own}
 

@@ -5,18 +5,19 @@ In go a `Task` and a tokenizer; out come `Sample`s in a fixed order, of which an
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Any
 
-from jfuse.evals.data import QA_INSTRUCTION, Sample, read_samples
+from jfuse.evals.data import Sample, Span
 from jfuse.evals.prompts import Prompt, make_prompt
-from jfuse.evals.ruler import needle_sample
 from jfuse.evals.settings import Task
-from jfuse.evals.spans import split_chunks
+from jfuse.evals.tasks import in_chunks, make_sample, read_task
 from jfuse.models.tokenizer import Tokenizer
 
-EXAMPLE = f"""{QA_INSTRUCTION}
+LABEL = "Passage: "
+EXAMPLE = f"""Answer the question based on the given passages.
 
-Amber Bridge
+{LABEL}Amber Bridge
 The Amber Bridge crosses the river Lune at Halden. It was opened to traffic in 1907 and rebuilt in stone in 1931. Its \
 architect, Ada Holm, also drew the town hall.
 
@@ -25,7 +26,7 @@ Answer: Ada Holm
 
 """
 """One worked example, made up, so that it answers no question of any data set. Small models hardly use passages
-without one."""
+without one, and use them better where every passage is announced as one."""
 
 
 def draw(task: Task, tokenizer: Tokenizer, limit: int) -> list[Sample]:
@@ -34,29 +35,28 @@ def draw(task: Task, tokenizer: Tokenizer, limit: int) -> list[Sample]:
     Raises:
         ValueError: a file without a row at `task.first`.
     """
-    if task.path is None:
-        options = {"length": task.length, "num_chunks": task.num_chunks, "encode": tokenizer.encode}
-        return [needle_sample(task.name, seed, **options) for seed in range(task.first, task.first + limit)]
-    samples = read_samples(task.path, limit=task.first + limit)[task.first :]
+    if task.made:
+        sizes = {"length": task.length, "num_chunks": task.num_chunks, "haystack": task.haystack}
+        seeds = range(task.first, task.first + limit)
+        return [make_sample(task.name, seed, encode=tokenizer.encode, **sizes) for seed in seeds]
+    samples = read_task(task.data or task.name, limit=task.first + limit)[task.first :]
     if not samples:
-        raise ValueError(f"{task.path.name}, the data of task {task.name!r}, has no row {task.first}; lower `first`.")
-    if task.chunk_tokens is None:
-        return samples
-    return [split_chunks(sample, lambda text: _pieces(text, tokenizer, task.chunk_tokens or 1)) for sample in samples]
-
-
-def _pieces(text: str, tokenizer: Tokenizer, size: int) -> list[str]:
-    """The text cut after every `size` tokens, as evenly as that allows."""
-    offsets = tokenizer.offsets(text)
-    count = -(-len(offsets) // size)
-    cuts = [offsets[len(offsets) * part // count][0] for part in range(1, count)]
-    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        raise ValueError(f"Task {task.name!r} has no sample {task.first}; lower `first`, or give a longer file.")
+    return [in_chunks(sample, tokenizer, task.chunk_tokens) for sample in samples]
 
 
 def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer) -> Prompt:
-    """The sample's tokens, behind a worked example where the task asks for one."""
+    """The sample's tokens. A worked example, where the task asks for one, takes the place of the instruction."""
     wanted = sample.scoring == "any" if task.example is None else task.example
-    return make_prompt(sample, tokenizer, example=EXAMPLE if wanted else "")
+    return make_prompt(announced(sample), tokenizer, example=EXAMPLE) if wanted else make_prompt(sample, tokenizer)
+
+
+def announced(sample: Sample) -> Sample:
+    """The sample without its instruction, each passage behind the label that the worked example uses."""
+    moved = len(LABEL)
+    spans = tuple(Span(span.chunk, span.start + moved, span.end + moved) for span in sample.spans)
+    chunks = tuple(LABEL + chunk for chunk in sample.chunks)
+    return dataclasses.replace(sample, instruction="", chunks=chunks, spans=spans)
 
 
 def identity(task: Task, first: Sample) -> dict[str, Any]:
@@ -66,9 +66,10 @@ def identity(task: Task, first: Sample) -> dict[str, Any]:
         first: the task's first sample, so that a generator that has changed is found out.
     """
     fields = dataclasses.asdict(task) | {"example_sha256": _sha256(EXAMPLE.encode())}
-    fields |= {"first_sha256": _sha256(repr(first).encode())}
-    if task.path is not None:
-        fields |= {"data": task.path.name, "data_sha256": _sha256(task.path.read_bytes())}
+    fields |= {"first_sha256": _sha256("\n".join((first.text, *first.answers)).encode())}
+    for name, path in (("haystack", task.haystack), ("data", task.path)):
+        if path is not None and Path(path).is_file():
+            fields |= {name: Path(path).name, f"{name}_sha256": _sha256(Path(path).read_bytes())}
     return fields
 
 

@@ -72,6 +72,7 @@ def test_denominators_are_equal_for_all_methods():
     assert table["mq", "a"].n == N and table["mq", "b"].n == 10 and incomplete(fewer, planned) == 0
     assert table["mq", "b"].closed["kl"].value == pytest.approx(0.75)  # over the first ten alone
     assert cells([row for row in given if row["method"] != "reuse"], planned=planned) == []
+    assert ("mq", "a") not in found(fewer, planned={name: n for name, n in planned.items() if name != "a@0.3"})
 
 
 def test_pairs_are_compared_on_the_same_samples():

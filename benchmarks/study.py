@@ -1,0 +1,86 @@
+"""Table, figure and manifest of the study of all selectors, from a run's folder into `benchmarks/results/study`.
+
+Usage, as often as more samples are there:
+
+    jfuse eval --config benchmarks/study.yaml --out runs/study
+    python benchmarks/study.py runs/study
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from jfuse.evals.results import Run, markdown, write_results
+from jfuse.evals.summary import Pair, as_row, averages
+from jfuse.plot import figure_of, panels, quality_against_work
+
+RESULTS = Path(__file__).parent / "results" / "study"
+COMPARED = ("prophetkv", "qcfuse", "cacheblend", "epic", "random", "relaxkv:window=32")
+
+
+def main() -> None:
+    """Writes the four files and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the evaluation")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    run = write_results(arguments.run, compared=COMPARED)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(arguments.run / "metrics.csv", arguments.out)
+    shutil.copy(arguments.run / "manifest.json", arguments.out)
+    text = page(run)
+    (arguments.out / "README.md").write_text(text, encoding="utf-8")
+    rows = [as_row(cell) for cell in run.cells]
+    label = "share of the KL gap closed"
+    axes = panels(
+        rows, "task", lambda own, ax: quality_against_work(own, quality="kl_closed", label=label, ax=ax), columns=2
+    )
+    figure_of(axes).savefig(arguments.out / "study.png", dpi=120)
+    print(text)
+
+
+def page(run: Run) -> str:
+    """The tables in Markdown."""
+    settings, samples = run.manifest["settings"], {cell.task: cell.n for cell in run.cells}
+    counted = ", ".join(f"{task} {n}" for task, n in samples.items())
+    left = f" {run.incomplete} further samples were begun and do not count." if run.incomplete else ""
+    parts = [
+        "# Selectors on the embedded model",
+        f"{', '.join(settings['models'])} in {settings['dtype']}; samples: {counted}.{left} Made by "
+        "`jfuse eval --config benchmarks/study.yaml --out runs/study`, then `python benchmarks/study.py runs/study`.",
+        "Cells: mean, then the share of the way from reuse to full prefill with its 95 % bootstrap interval, then the "
+        "number of samples. A share is blank where full prefill leads reuse by less than two standard errors. "
+        "Realised: share of layer-token states that were recomputed, which decides what a method costs; compare "
+        "methods at equal realised shares.",
+    ]
+    for measure, title in (("kl", "KL from full prefill over the answer's tokens"), ("nll", "NLL of the answer")):
+        parts += [f"## {title}", markdown(run.cells, measure).rstrip()]
+    parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
+    if run.pairs:
+        parts += ["## Pairs on the same samples", pair_table(run.pairs).rstrip()]
+    versions = ", ".join(f"{name} {version}" for name, version in run.manifest["versions"].items())
+    parts.append(f"{versions}; {json.dumps(run.manifest['machine']['devices'])}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def average_table(run: Run) -> str:
+    """Method, ratio, share; tasks without a clear gap are left out for all."""
+    lines = ["| method | ratio | closed |", "|---|---|---|"]
+    lines += [f"| {method} | {ratio:g} | {share:.0%} |" for (_, method, ratio), share in averages(run.cells).items()]
+    return "\n".join(lines) + "\n"
+
+
+def pair_table(pairs: list[Pair]) -> str:
+    """Difference in KL as a share of reuse's KL; negative speaks for the first."""
+    lines = ["| task | ratio | first | second | difference | wins |", "|---|---|---|---|---|---|"]
+    for pair in pairs:
+        interval = f"{pair.difference:+.0%} [{pair.low:+.0%}, {pair.high:+.0%}]"
+        lines.append(
+            f"| {pair.task} | {pair.ratio:g} | {pair.first} | {pair.second} | {interval} | {pair.wins}/{pair.n} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
