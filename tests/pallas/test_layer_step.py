@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.ahead_of_time import GPUS, available, compile_for
 from jfuse.fuse import FusionState, fuse_layer
-from jfuse.models.decoder import make_rows
+from jfuse.models.decoder import Rows, make_rows
 from jfuse.models.params import shape_params
 from jfuse.models.tiny import tiny_config, tiny_model
 from jfuse.pallas.choice import INTERPRETED, pretended
@@ -98,7 +98,7 @@ def test_it_compiles_for_gpus(gpu, restricted):
     rows, length, shape = 1024, 10_240, jax.ShapeDtypeStruct
     table = shape((rows, 64), jnp.float32)
     at = shape((rows,), jnp.int32)
-    state = FusionState(shape((rows, 4096), jnp.bfloat16), at, type(make_rows(config, jnp.zeros(1)))(at, table, table))
+    state = FusionState(shape((rows, 4096), jnp.bfloat16), at, Rows(at, table, table))
     pic = LayerKV(*[shape((length, 8, 128), jnp.bfloat16)] * 2)
     keys = Readable(shape((4096,), bool), shape((4096,), jnp.int32)) if restricted else None
     window = shape((), jnp.int32)
