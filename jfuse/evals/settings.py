@@ -27,7 +27,9 @@ class Task:
         first: the first seed of a made task, or the first row of a file.
         chunk_tokens: cut chunks to at most so many tokens; None takes passages as they are and cuts contexts in one
             piece.
-        example: put a worked example before the instruction; None does so where answers are alternatives.
+        longest: cut prompts of files with more tokens in the middle, as LongBench does; None cuts none.
+        example: put a worked example before the question; None does so for questions over passages, and leaves prompts
+            of benchmark files as they are published.
         new_tokens: answer greedily with at most so many tokens and score the text; 0 leaves that out.
     """
 
@@ -38,6 +40,7 @@ class Task:
     haystack: str | None = None
     first: int = 0
     chunk_tokens: int | None = None
+    longest: int | None = None
     example: bool | None = None
     new_tokens: int = 0
 
@@ -46,8 +49,7 @@ class Task:
             known = ", ".join((*GENERATED, *SHIPPED))
             raise ValueError(f"There is no task {self.name!r}; use one of {known}, or give `data`, a file.")
         least = {"length": 1, "num_chunks": 1, "first": 0, "new_tokens": 0}
-        if self.chunk_tokens is not None:
-            least["chunk_tokens"] = 1
+        least |= {name: 1 for name in ("chunk_tokens", "longest") if getattr(self, name) is not None}
         for name, lowest in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < lowest:

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from jfuse.evals.data import Sample, Span
+from jfuse.evals.data import QA_INSTRUCTION, Sample, Span
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.settings import Task
 from jfuse.evals.tasks import in_chunks, make_sample, read_task
@@ -42,12 +42,15 @@ def draw(task: Task, tokenizer: Tokenizer, limit: int) -> list[Sample]:
     samples = read_task(task.data or task.name, limit=task.first + limit)[task.first :]
     if not samples:
         raise ValueError(f"Task {task.name!r} has no sample {task.first}; lower `first`, or give a longer file.")
-    return [in_chunks(sample, tokenizer, task.chunk_tokens) for sample in samples]
+    return [in_chunks(sample, tokenizer, task.chunk_tokens, longest=task.longest) for sample in samples]
 
 
 def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer) -> Prompt:
-    """The sample's tokens. A worked example, where the task asks for one, takes the place of the instruction."""
-    wanted = sample.scoring == "any" if task.example is None else task.example
+    """The sample's tokens. A worked example, where the task asks for one, takes the place of the instruction.
+
+    By default questions over passages have one; prompts of benchmark files stay as they are published.
+    """
+    wanted = sample.instruction == QA_INSTRUCTION if task.example is None else task.example
     return make_prompt(announced(sample), tokenizer, example=EXAMPLE) if wanted else make_prompt(sample, tokenizer)
 
 

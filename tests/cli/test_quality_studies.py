@@ -1,8 +1,14 @@
 """`jfuse study`: the studies of quality and attention end to end on the tiny model, data and figure side by side."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
+
+from jfuse.cli import parse
+from jfuse.cli.study import STUDIES
 
 LAYERS = ("--layers", 1)
 
@@ -118,3 +124,15 @@ def test_studies_of_time(as_json, folder, tmp_path, name, extra):
 def test_what_cannot_be_studied_is_one_line(run, folder, arguments, message):
     code, out, err = run("study", arguments[0], "--model", folder, *arguments[1:])
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
+
+
+def test_the_page_names_every_study_and_its_commands_can_be_typed():
+    """`docs/reproducing.md`: a renamed option or study would leave a dead command there."""
+    page = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    blocks = [line.replace("\\\n", " ") for line in re.findall(r"```\n(.*?)```", page, re.S)]
+    commands = re.findall(r"`(jfuse study [^`]+)`", page)
+    commands += [line for block in blocks for line in block.splitlines() if line.startswith("jfuse study")]
+    for command in commands:
+        words = shlex.split(command)
+        assert isinstance(parse(words[1:]), STUDIES[words[2]]), command
+    assert {shlex.split(command)[2] for command in commands} == set(STUDIES)

@@ -12,8 +12,10 @@ from jfuse.evals.readers import FORMATS, format_of, read_file
 from jfuse.evals.readers.longbench import benchmark_tasks, read_longbench
 from jfuse.evals.readers.ruler_file import read_ruler
 from jfuse.evals.scorers import score
+from jfuse.evals.settings import Task
 from jfuse.evals.shorten import cut_middle
 from jfuse.evals.tasks import GENERATED, SHIPPED, even_pieces, in_chunks, make_sample, read_task
+from jfuse.evals.workload import draw, prompt_of
 from tests.evals.small import bytes_tokenizer
 
 
@@ -405,3 +407,19 @@ def test_middle_cut_refuses_to_cut_the_question():
     sample = make_sample("single", 0, length=600, num_chunks=1, encode=bytes_tokenizer().encode)
     with pytest.raises(ValueError, match="longest is 300, but sample single-600-0 has .* use more than"):
         cut_middle(sample, 300, bytes_tokenizer().offsets)
+
+
+def test_prompts_of_benchmark_files_get_no_worked_example_and_may_be_cut(tmp_path):
+    """M-03 and M-04 through the runner's own door; jfuse's questions do get an example."""
+    row = {**MUSIQUE, "context": "".join(chr(65 + i % 57) for i in range(900))}
+    path, tokenizer = str(lines(tmp_path / "musique.jsonl", row)), bytes_tokenizer()
+    task = Task("musique", data=path, longest=800)
+    (sample,) = draw(task, tokenizer, 1)
+    prompt = prompt_of(task, sample, tokenizer)
+    tokens = [*prompt.prefix, *(t for chunk in prompt.chunks for t in chunk), *prompt.question.tokens]
+    whole = read_longbench(path)[0].text.encode()
+    assert tokenizer.decode(tokens).encode() == whole[:400] + whole[-400:]
+    (asked,) = draw(Task("squad"), tokenizer, 1)
+    assert "Ada Holm" in tokenizer.decode(prompt_of(Task("squad"), asked, tokenizer).prefix)
+    with pytest.raises(ValueError, match="longest of task 'musique' is 0"):
+        Task("musique", data=path, longest=0)
