@@ -39,7 +39,7 @@ def interleave(
     return seconds
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
+def summary(seconds: list[float]) -> dict[str, int | float]:
     """Count, median, quartiles and extremes of one variant's times."""
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     return {

@@ -14,6 +14,9 @@ from jfuse.evals.settings import Settings
 
 PACKAGES = ("jfuse", "jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers")
 
+TTFT_STATE = "warm: chunk caches in device memory, the same request served before until nothing compiled"
+"""In which state requests are timed."""
+
 _SECRET = re.compile(r"(?i)(token|secret|password|passwd|api[-_]?key|credential)[^=\s]*[=\s]+\S+|hf_\w{8,}|://[^/\s]+@")
 
 
@@ -24,7 +27,8 @@ def about(settings: Settings, command: Sequence[str] = ()) -> dict[str, Any]:
     for task in plain["tasks"]:
         for field in ("data", "haystack"):
             task[field] = task[field] and PurePath(task[field]).name
-    return {
+    timed = {"ttft": TTFT_STATE} if settings.ttft else {}
+    return timed | {
         "command": " ".join(without_folders(word) for word in command),
         "settings": plain,
         "versions": {name: version(name) for name in PACKAGES},
