@@ -30,7 +30,7 @@ class Profile(ModelCommand):
     example = "jfuse profile --model qwen3-0.6b --num-samples 32"
 
     samples: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: needle tasks)")] = None
-    """Questions in JSON Lines whose answer spans are labelled."""
+    """Questions whose answers are located: JSON Lines, SQuAD, NewsQA, Natural Questions or MRQA files."""
     task: Literal["single", "mk", "mq", "mv"] = "mk"
     """Without --samples: which needles to plant in Wikipedia passages."""
     num_samples: int = 24
@@ -75,11 +75,11 @@ class Profile(ModelCommand):
 
     def draw(self, model: "Model") -> "list[Sample]":
         """The questions, from the file or planted now."""
-        from jfuse.evals.data import read_samples
+        from jfuse.evals.readers import read_file
         from jfuse.evals.ruler import needle_sample
 
         if self.samples is not None:
-            return read_samples(self.samples, limit=self.num_samples)
+            return read_file(self.samples, limit=self.num_samples)
         encode = needed_tokenizer(model).encode
         return [needle_sample(self.task, seed, length=self.length, encode=encode) for seed in range(self.num_samples)]
 
