@@ -118,6 +118,7 @@ def test_studies_of_time(as_json, folder, tmp_path, name, extra):
     [
         (("attention", "--num-samples", 0), "num-samples is 0"),
         (("breakdown", "--repeats", 0), "repeats is 0"),
+        (("tradeoff", "--measure", "score"), "set --new-tokens"),
         (("breakdown", "--selectors", "nobody"), "nobody"),
     ],
 )

@@ -55,6 +55,8 @@ class Compared(Study):
         """Runs what is missing, and shows all of it."""
         from jfuse.evals.studies.parts import run_parts
 
+        if self.measure.startswith("score") and not self.new_tokens:
+            raise ValueError(f"measure is {self.measure}, and nothing is answered; set --new-tokens, such as 64.")
         parts = [
             part._replace(settings=replace(part.settings, dtype=self.dtype, layers=self.layers or part.settings.layers))
             for part in self.parts()
