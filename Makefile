@@ -27,8 +27,8 @@ test: dev
 	$(ONE_THREAD) $(RUN) pytest -n $(JOBS) --dist worksteal -q $(ARGS)
 
 # The CUDA plugin stays in a folder of its own: in the environment every jax would look for a GPU.
-kernels: dev $(STAMPS)/cuda
-	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu $(ONE_THREAD) $(RUN) pytest -n $(JOBS) --dist worksteal -q -m kernels tests/pallas $(ARGS)
+kernels: $(STAMPS)/cuda
+	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu $(ONE_THREAD) NPROC=8 $(RUN) pytest -n $(JOBS) --dist worksteal -q -m kernels tests/pallas $(ARGS)
 
 notebooks: dev
 	JFUSE_NOTEBOOK_SMALL=1 $(ONE_THREAD) $(RUN) pytest --nbmake --nbmake-timeout=600 -n $(JOBS) --dist worksteal -q notebooks $(ARGS)

@@ -20,6 +20,7 @@ from jfuse.config import Implementation
 from jfuse.pallas.attention_gradient import attention_gradient
 from jfuse.pallas.choice import Kernel, choose
 from jfuse.pallas.merge import NEGATIVE, merge
+from jfuse.pallas.selective_attention_mosaic import SIZES, selective_attention_mosaic
 from jfuse.pallas.selective_attention_triton import selective_attention_triton
 from jfuse.types import PAD_POSITION, AnyArray, LayerKV
 
@@ -81,7 +82,8 @@ def partial_attention(
     row_positions = jnp.asarray(row_positions, jnp.int32)
     key_positions = jnp.arange(k.shape[0]) if key_positions is None else jnp.asarray(key_positions)
     seen = None if visible is None else jnp.asarray(visible)
-    run = choose("selective_attention", implementation, KERNELS, _blocked, q.dtype, q.shape[-1])
+    kernels = KERNELS if q.shape[0] * q.shape[1] >= FILLS else KERNELS[1:]
+    run = choose("selective_attention", implementation, kernels, _blocked, q.dtype, q.shape[-1])
     return _differentiable(run, q, k, v, row_positions, key_positions.astype(jnp.int32), seen, jnp.asarray(window))
 
 
@@ -97,12 +99,20 @@ def _trial(dtype: np.dtype, size: int):
 
 KERNELS = (
     Kernel(
+        "mosaic",
+        selective_attention_mosaic,
+        lambda device, dtype, size: device.capability[0] == 9 and dtype.itemsize == 2 and size in SIZES,
+        _trial,
+    ),
+    Kernel(
         "triton",
         selective_attention_triton,
-        lambda device, dtype, size: device.capability >= (8, 0) and size <= 256 and dtype in TYPES,
+        lambda device, dtype, size: device.capability >= (8, 0) and dtype in TYPES and size <= 256,
         _trial,
     ),
 )
+FILLS = 2**14
+"""Rows x heads from which blocks of 128 rows fill a card; below it the Triton kernel splits the keys as well."""
 
 
 def _forward(run, *arguments):
