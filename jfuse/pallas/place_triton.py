@@ -75,7 +75,8 @@ def _write(
 
 def _kernel(start_ref, length_ref, *refs, half: int, rotated: tuple[bool, ...]):
     count = len(rotated)
-    *tables, sources, _, targets = *refs[: -3 * count], *(refs[-i * count :][:count] for i in (3, 2, 1))
+    tables = refs[: -3 * count]  # cosines and sines, if any keys are rotated
+    sources, _, targets = (refs[-i * count :][:count] for i in (3, 2, 1))
     size, head = sources[0].shape[0], pl.program_id(1)
     row = pl.program_id(0) * ROW_BLOCK + jnp.arange(ROW_BLOCK)
     at = start_ref[0] + row
