@@ -60,11 +60,9 @@ def test_layers_study(as_json, folder, towns, tmp_path):
     result = as_json("study", "layers", "--model", folder, "--task", towns, "--num-samples", 2, "--out", tmp_path)
     assert sorted(row["rank"] for row in result["single"]) == [1, 2] and len(result["together"]) == 2
     check_files(tmp_path, "layers")
-    for path in tmp_path.iterdir():
-        path.unlink()
-    assert as_json("profile", "--model", folder, "--samples", towns, "--out", tmp_path / "p.json")["num_samples"] == 2
+    made = as_json("profile", "--model", folder, "--samples", towns, "--top", 1, "--out", tmp_path / "p.json")
     drawn = as_json("study", "layers", "--model", folder, "--profile", tmp_path / "p.json", "--out", tmp_path)
-    assert drawn["single"] == result["single"] and drawn["settings"]["num_samples"] == 2
+    assert [row["recall"] for row in drawn["single"]] == made["recall"] and drawn["settings"]["num_samples"] == 2
 
 
 @pytest.mark.slow
@@ -73,14 +71,7 @@ def test_layers_study(as_json, folder, towns, tmp_path):
     [
         ("tradeoff", ("--selectors", "epic", "--ratios", 0.3, 0.5), 4),
         ("ablation", ("--of", "anchors", "--shares", 0, 0.5), 4),
-        (
-            "ablation",
-            (
-                "--of",
-                "layers",
-            ),
-            8,
-        ),
+        ("ablation", ("--of", "layers"), 7),  # one critical layer: it is both "best 1" sets
         ("relaxkv", ("--table", "ratio", "--ratios", 0.3), 6),
         ("relaxkv", ("--table", "context", "--ratios", 0.3), 11),
         ("relaxkv", ("--table", "capacity", "--ratios", 0.3), 4),

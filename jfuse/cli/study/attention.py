@@ -128,7 +128,8 @@ class LayerRecall(Asked):
             profile = profile_layers(model, self.prompts(model), num_top=self.top, data=self.task)
         single, together = layer_rows(profile)
         left, right = pair()
-        by_layer(single, y="recall", ylabel="recall at 10%", marked=profile.critical_layers(), ax=left)
+        critical = profile.critical_layers(min(3, len(single)))
+        by_layer(single, y="recall", ylabel="recall at 10%", marked=critical, ax=left)
         top_layer_recall(together, ax=right)
         best = sorted(single, key=lambda row: row["rank"])[: self.top]
         shown = [
