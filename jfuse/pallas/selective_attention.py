@@ -156,6 +156,9 @@ def _blocked(q, k, v, row_positions, key_positions, visible, window):
     rows, heads, size = q.shape
     keys, kv_heads, _ = k.shape
     group = heads // kv_heads
+    if visible is not None:  # visible keys first: scattered ones would leave something to read in every block
+        front = jnp.argsort(~visible, stable=True)
+        k, v, key_positions, visible = (a[front] for a in (k, v, key_positions, visible))
     row_block, key_block = min(ROW_BLOCK, _ceil8(rows)), min(KEY_BLOCK, keys)
     padding = -rows % row_block
     q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
