@@ -313,7 +313,7 @@ ERRORS = {
     ),
     "inspect": (["inspect", "nowhere"], ["nowhere", "jfuse encode"]),
     "no passages": (["encode"], ["No passages", ".jsonl"]),
-    "no file": (["encode", "absent.jsonl"], ["absent.jsonl", "check the path"]),
+    "no file": (["encode", "absent.jsonl"], ["absent.jsonl", "give .jsonl, .txt or .md"]),
     "kind": (["encode", "passages.csv"], ["passages.csv", ".jsonl, .txt or .md"]),
     "empty folder": (["encode", "."], [".jsonl, .txt or .md"]),
     "chunk tokens": (["encode", "PASSAGES", "--chunk-tokens", "0", *MODEL], ["chunk-tokens is 0", ">= 1"]),
