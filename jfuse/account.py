@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jfuse import costs
 from jfuse.config import FusionConfig
 from jfuse.models.decoder import Model, Prefill
+from jfuse.pallas.choice import fallbacks
 from jfuse.report import Report
 from jfuse.selectors.base import Selector
 from jfuse.timeline import Event, busy
@@ -70,6 +71,7 @@ def make_report(
         stages=served.stages | {"decode": decode},
         ttft=sum(served.stages.values()),
         compilations=compilations,
+        fallbacks=fallbacks(),
         events=served.events,
         full_prefill_estimate=computing * full / (fusion.flops + query.flops),
     )

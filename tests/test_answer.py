@@ -11,6 +11,7 @@ import jfuse as jf
 from jfuse.config import FusionConfig
 from jfuse.models.decoder import logits
 from jfuse.models.tiny import tiny_model
+from jfuse.pallas import choice
 from jfuse.pipeline import Question
 from jfuse.stitch import make_layout
 from jfuse.store import ChunkMiss
@@ -74,6 +75,13 @@ def test_empty_passages_are_skipped_and_named_and_blank_ones_are_kept(model, sto
     chunks = [Letters().encode(text) for text in ("one", "", " ", "two")]
     report = ask(model, store, chunks).report
     assert report.skipped == (1,) and report.num_context == 7
+
+
+def test_a_kernel_that_failed_stands_in_every_later_report(model, store, passages, monkeypatch):
+    """K-07: what the process runs otherwise than it would like to, with the reason."""
+    assert ask(model, store, passages).report.fallbacks == ()
+    monkeypatch.setitem(choice._fallbacks, "op: XLA instead of triton; too little shared memory", None)
+    assert ask(model, store, passages).report.fallbacks == ("op: XLA instead of triton; too little shared memory",)
 
 
 def test_the_request_is_exactly_the_concatenation_of_the_given_ids(model, passages):

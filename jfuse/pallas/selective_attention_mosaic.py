@@ -197,7 +197,7 @@ def _product(a, b, shape):
         mosaic_gpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(multiply, mosaic_gpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, mosaic_gpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _add_product(total, a, b, buffer, group):
@@ -207,7 +207,7 @@ def _add_product(total, a, b, buffer, group):
         smem.at[group][...] = a
         mosaic_gpu.commit_smem()
         return total + _product(smem.at[group], b, total.shape)
-    return pl.run_state(lambda ref: mosaic_gpu.wgmma(ref, a, b))(mosaic_gpu.ACC.init(total))
+    return pl.run_state(lambda ref: mosaic_gpu.wgmma(ref, a, b))(mosaic_gpu.WGMMAAccumulatorRef.init(total))
 
 
 def _load(ref, layout, interpret):
@@ -222,4 +222,5 @@ def _laid(array, layout, interpret):
 
 
 def _interpreted(interpret):
-    return {"interpret": mosaic_gpu.InterpretGPUParams()} if interpret else {}
+    # The interpreter came with jax 0.11.
+    return {"interpret": mosaic_gpu.InterpretGPUParams()} if interpret else {}  # pyright: ignore[reportAttributeAccessIssue]
