@@ -24,7 +24,7 @@ class View:
 
     tokens: TokenView = "none"
     layers: tuple[int, ...] | None = ()
-    anchor_ratio: float = 0.1
+    anchor_ratio: float | int = 0.1
     values: bool = False
     fresh: int = 0
     kept: tuple[float, ...] = ()
@@ -33,6 +33,7 @@ class View:
         if self.tokens not in get_args(TokenView):
             raise ValueError(f"View.tokens is {self.tokens!r}; use one of {', '.join(get_args(TokenView))}.")
         checked_ratio(self.anchor_ratio, name="View.anchor_ratio")
+        object.__setattr__(self, "anchor_ratio", float(self.anchor_ratio))
         if self.fresh < 0:
             raise ValueError(f"View.fresh is {self.fresh}; use a layer count >= 0.")
         for share in self.kept:

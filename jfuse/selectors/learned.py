@@ -33,7 +33,7 @@ def learned(
     layers: tuple[int, ...] | None = None,
     *,
     tokens: TokenView = "anchors",
-    anchor_ratio: float = 0.1,
+    anchor_ratio: float | int = 0.1,
     denominator: Denominator = "all",
 ) -> Selector:
     """QCFuse's evidence under learned weights, given to `select` as `params`; without them all heads weigh alike.

@@ -14,7 +14,7 @@ from jfuse.selectors.score import Denominator, query_attention
 def qcfuse(
     layers: tuple[int, ...],
     *,
-    anchor_ratio: float = 0.1,
+    anchor_ratio: float | int = 0.1,
     denominator: Denominator = "all",
     heads: Reduce = "mean",
     rows: Reduce = "mean",
@@ -53,7 +53,7 @@ def qcfuse_demo(layer: int, *, tokens: Literal["anchors", "query"] = "anchors") 
 
 
 @made_once
-def qcfuse_layerwise(layers: tuple[int, ...], *, anchor_ratio: float = 0.1) -> Selector:
+def qcfuse_layerwise(layers: tuple[int, ...], *, anchor_ratio: float | int = 0.1) -> Selector:
     """QCFuse's view with RelaxKV's targets: each critical layer has its own set, and nothing else need be scored.
 
     A layer that is not critical takes the set of its nearest critical layer. Our combination, in neither paper.
@@ -64,7 +64,7 @@ def qcfuse_layerwise(layers: tuple[int, ...], *, anchor_ratio: float = 0.1) -> S
 
 
 @made_once
-def qcfuse_relaxkv(layers: tuple[int, ...], *, anchor_ratio: float = 0.1, window: int = 32) -> Selector:
+def qcfuse_relaxkv(layers: tuple[int, ...], *, anchor_ratio: float | int = 0.1, window: int = 32) -> Selector:
     """`qcfuse_layerwise` with RelaxKV's recomputation context: rows see the union of the sets and a window.
 
     Without a window, rows lose their neighbours and quality falls below plain reuse on needle tasks.
