@@ -44,7 +44,9 @@ def main() -> None:
     estimated = float(np.median([report.full_prefill_estimate for report in kept]))
     advised = sum(report.full_prefill_faster for report in kept)
     print(f"full prefill {measured:.3f} s, estimated {estimated:.3f} s ({estimated / measured:.2f})")
-    print(f"fused behind a slow disk {np.median(seconds['fused']):.3f} s; advised against {advised} of {len(kept)} times")
+    print(
+        f"fused behind a slow disk {np.median(seconds['fused']):.3f} s; advised against {advised} of {len(kept)} times"
+    )
     rows = {name: summary(times) for name, times in seconds.items()}
     print(setting.save("estimate", {"rows": rows, "estimated": estimated, "advised": advised, "runs": len(kept)}))
 

@@ -43,12 +43,14 @@ def test_equals_dense_attention(case):
 @pytest.mark.kernels
 @pytest.mark.skipif(not available(), reason="`make kernels` brings the compilers")
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("restricted", [False, True])
-def test_it_compiles_for_hopper_without_spills(size, restricted):
-    """wgmma for both products of both loops, TMA for the copies, and what 384 threads may take of a core."""
+def test_it_compiles_for_hopper_without_spills(size):
+    """wgmma for both products of both loops, TMA for the copies, and what 384 threads may take of a core.
+
+    With a visible set; without one the kernel is the same, and jax compiles equal kernels once a process.
+    """
     shape, gpu = jax.ShapeDtypeStruct, GPUS["sm_90a"]
     q, kv = shape((256, 32, size), jnp.bfloat16), shape((1000, 8, size), jnp.bfloat16)
-    positions = shape((256,), jnp.int32), shape((1000,), jnp.int32), shape((1000,), bool) if restricted else None
+    positions = shape((256,), jnp.int32), shape((1000,), jnp.int32), shape((1000,), bool)
     run = compile_for("sm_90a", selective_attention_mosaic, q, kv, kv, *positions, shape((), jnp.int32))
     kernel = run.kernel("mosaic")
     assert kernel.spill_bytes == 0 and kernel.threads == 384 and kernel.registers * 384 <= gpu.registers
