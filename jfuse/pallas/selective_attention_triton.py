@@ -90,12 +90,17 @@ def selective_attention_triton(
 
 def tile(rows: int, size: int, dtype: jnp.dtype) -> tuple[int, int, int, int]:
     """Rows and keys of a tile, warps, and stages of the copy pipeline; `make kernels` holds them to 0 spills."""
-    narrow = size <= 128
+    few = max(pl.next_power_of_2(rows), 16)
     if dtype == jnp.float32:
-        most, keys, warps = (32, 32, 8) if narrow else (16, 16, 8)
+        most, keys, warps = (32, 32, 8) if size <= 128 else (16, 16, 8)
+    elif size <= 64:
+        most, keys, warps = 64, 64, 4
+    elif size <= 128:
+        most = 128
+        keys, warps = (64, 8) if few >= 128 else (32, 4) if few == 64 else (64, 4)
     else:
-        most, keys, warps = (64, 64, 4) if narrow else (64, 32, 8)
-    return min(max(pl.next_power_of_2(rows), 16), most), keys, warps, 2
+        most, keys, warps = 64, 32, 8
+    return min(few, most), keys, warps, 2
 
 
 def dot_precision(dtype: jnp.dtype, interpret: bool):
