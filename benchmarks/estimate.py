@@ -1,6 +1,7 @@
 """What the report says full prefill would take, against what it takes: a short context behind a slow disk.
 
-The advice "full prefill would have been faster" rests on this estimate. Usage: python benchmarks/estimate.py [--repeats 5]
+The advice that full prefill would have been faster rests on this estimate.
+Usage: python benchmarks/estimate.py [--repeats 5]
 """
 
 import argparse
