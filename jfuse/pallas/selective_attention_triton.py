@@ -96,8 +96,7 @@ def tile(rows: int, size: int, dtype: jnp.dtype) -> tuple[int, int, int, int]:
     elif size <= 64:
         most, keys, warps = 64, 64, 4
     elif size <= 128:
-        most = 128
-        keys, warps = (64, 8) if few >= 128 else (32, 4) if few == 64 else (64, 4)
+        most, keys, warps = 64, 32 if few >= 64 else 64, 4
     else:
         most, keys, warps = 64, 32, 8
     return min(few, most), keys, warps, 2
