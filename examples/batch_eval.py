@@ -17,8 +17,9 @@ from jfuse import load_model, load_profile
 from jfuse.evals.batch import bucket, measure_batch
 from jfuse.evals.measure import Case
 from jfuse.evals.methods import make_methods, needs_layers
+from jfuse.evals.prompts import make_prompt
 from jfuse.evals.settings import Task
-from jfuse.evals.workload import draw, prompt_of
+from jfuse.evals.workload import draw
 
 FIGURES = ("kl", "first_kl", "nll")
 
@@ -44,7 +45,7 @@ def main() -> None:
     method = make_methods([arguments.selector], [arguments.ratio], layers=layers)[-1]
     task = Task("mk", length=arguments.length, num_chunks=2)
     samples = draw(task, model.tokenizer, arguments.samples)
-    cases = [Case(model, prompt_of(task, sample, model.tokenizer)) for sample in samples]
+    cases = [Case(model, make_prompt(sample, model.tokenizer)) for sample in samples]
 
     batches = defaultdict(list)
     for case in cases:

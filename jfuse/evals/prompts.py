@@ -26,15 +26,11 @@ class Prompt(NamedTuple):
     evidence: Int[np.ndarray, " E"]  # context positions of the answer spans, prefix not counted; empty if unlabelled
 
 
-def make_prompt(sample: Sample, tokenizer: Tokenizer, *, example: str = "") -> Prompt:
-    """The plain-text prompt `sample.text` in tokens: by default one blank line between parts.
-
-    Args:
-        example: a worked example that stands first; base-sized models hardly use the context without one.
-    """
+def make_prompt(sample: Sample, tokenizer: Tokenizer) -> Prompt:
+    """The plain-text prompt `sample.text` in tokens: by default one blank line between parts."""
     texts = [chunk + sample.joints.chunk for chunk in sample.chunks]
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prefix = tokenizer.encode(example + sample.prefix + sample.joints.prefix)
+    prefix = tokenizer.encode(sample.prefix + sample.joints.prefix)
     lead, question, cue = (tokenizer.encode(text) for text in (sample.lead, sample.question, sample.cue))
     return Prompt(
         np.concatenate([np.asarray(bos, np.int32), prefix]),

@@ -21,7 +21,7 @@ from jfuse.evals.data import Sample
 from jfuse.evals.manifest import about, without_folders
 from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.methods import Method, ends, make_methods, needs_layers
-from jfuse.evals.prompts import Prompt
+from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.records import Records, Row
 from jfuse.evals.scorers import score
 from jfuse.evals.settings import Settings, Task
@@ -131,7 +131,7 @@ def make_plan(
             if index >= len(drawn[task.name]):
                 continue
             sample = drawn[task.name][index]
-            prompt = workload.prompt_of(task, sample, model.tokenizer)
+            prompt = make_prompt(sample, model.tokenizer)
             if not _fits(model, prompt, task.new_tokens):
                 too_long.append(f"{task.name}/{sample.id}")
                 continue

@@ -15,7 +15,7 @@ from jfuse.evals.scorers import score
 from jfuse.evals.settings import Task
 from jfuse.evals.shorten import cut_middle
 from jfuse.evals.tasks import GENERATED, SHIPPED, even_pieces, in_chunks, make_sample, read_task
-from jfuse.evals.workload import draw, prompt_of
+from jfuse.evals.workload import EXAMPLE, draw
 from tests.evals.small import bytes_tokenizer
 
 
@@ -415,11 +415,13 @@ def test_prompts_of_benchmark_files_get_no_worked_example_and_may_be_cut(tmp_pat
     path, tokenizer = str(lines(tmp_path / "musique.jsonl", row)), bytes_tokenizer()
     task = Task("musique", data=path, longest=800)
     (sample,) = draw(task, tokenizer, 1)
-    prompt = prompt_of(task, sample, tokenizer)
+    prompt = make_prompt(sample, tokenizer)
     tokens = [*prompt.prefix, *(t for chunk in prompt.chunks for t in chunk), *prompt.question.tokens]
     whole = read_longbench(path)[0].text.encode()
     assert tokenizer.decode(tokens).encode() == whole[:400] + whole[-400:]
     (asked,) = draw(Task("squad"), tokenizer, 1)
-    assert "Ada Holm" in tokenizer.decode(prompt_of(Task("squad"), asked, tokenizer).prefix)
+    assert asked.text.startswith(EXAMPLE)
+    assert asked.text.endswith(f"\n\n{asked.question}\nAnswer:")  # laid out as in the example
+    assert "\n\n\n" not in asked.text
     with pytest.raises(ValueError, match="longest of task 'musique' is 0"):
         Task("musique", data=path, longest=0)

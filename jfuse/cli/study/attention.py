@@ -28,15 +28,16 @@ class Asked(Study):
         """The questions in tokens, behind a progress bar."""
         from tqdm.auto import tqdm
 
+        from jfuse.evals.prompts import make_prompt
         from jfuse.evals.settings import Task
-        from jfuse.evals.workload import draw, prompt_of
+        from jfuse.evals.workload import draw
 
         if self.num_samples < 1:
             raise ValueError(f"num-samples is {self.num_samples}; use an integer >= 1.")
         path = Path(self.task)
         task = Task(path.stem, data=self.task) if path.is_file() else Task(self.task)
         tokenizer = needed_tokenizer(model)
-        prompts = [prompt_of(task, sample, tokenizer) for sample in draw(task, tokenizer, self.num_samples)]
+        prompts = [make_prompt(sample, tokenizer) for sample in draw(task, tokenizer, self.num_samples)]
         return tqdm(prompts, desc=self.name, unit="question", disable=None)  # type: ignore[return-value]
 
     @property
