@@ -94,17 +94,27 @@ def log_mass(
 
 
 def _log_mass(q, k, row_positions, key_positions, counted):
-    def step(running, block):
-        scores, keep = _scores(q, block, row_positions)
-        scores = jnp.where(keep, scores, NEGATIVE)
-        top = jnp.maximum(scores.max(-1), running)
-        total = jnp.where(keep, jnp.exp(scores - top[..., None]), 0.0).sum(-1) + jnp.where(
-            running > NEGATIVE / 2, jnp.exp(running - top), 0.0
-        )
-        return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), NEGATIVE), None
+    """Rows and heads lie along the minor axis, so that maxima and sums over keys run across vector lanes."""
+    rows, heads, size = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    q = q.reshape(rows, kv_heads, group, size).transpose(1, 3, 0, 2).reshape(kv_heads, size, rows * group)
+    row = jnp.repeat(row_positions, group)[None, :]
 
-    start = jnp.full(q.shape[:2], NEGATIVE, jnp.float32)
-    return jax.lax.scan(step, start, _blocks(k, key_positions, counted))[0]
+    def step(carry, block):
+        top, total = carry
+        kb, at, counts = block
+        scores = jnp.einsum("skh,khr->ksr", kb, q, preferred_element_type=jnp.float32) / math.sqrt(size)
+        keep = counts[:, None] & (at[:, None] <= row)
+        scores = jnp.where(keep, scores, NEGATIVE)
+        new_top = jnp.maximum(top, scores.max(1, keepdims=True))
+        weights = jnp.where(keep, jnp.exp(scores - new_top), 0.0)
+        return (new_top, total * jnp.exp(top - new_top) + weights.sum(1, keepdims=True)), None
+
+    nothing = jnp.zeros((kv_heads, 1, rows * group), jnp.float32)
+    (top, total), _ = jax.lax.scan(step, (nothing + NEGATIVE, nothing), _blocks(k, key_positions, counted))
+    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), NEGATIVE)
+    return lse.reshape(kv_heads, rows, group).transpose(1, 0, 2).reshape(rows, heads)
 
 
 def _blocks(k, key_positions, counted):
