@@ -88,34 +88,41 @@ class Report:
 
 
 class Compilations:
-    """Counts XLA compilations inside a `with` block, of this process and all its threads.
+    """Counts and times XLA compilations inside a `with` block, of this process and all its threads.
 
     >>> with Compilations() as compiled:
     ...     _ = jax.jit(lambda x: x + 1)(1.0)
-    >>> compiled.count >= 1
-    True
+    >>> compiled.count >= 1, compiled.seconds > 0
+    (True, True)
     """
 
     _total = 0
+    _total_seconds = 0.0
     _listening = False
 
     def __enter__(self) -> "Compilations":
         if not Compilations._listening:
             jax.monitoring.register_event_duration_secs_listener(_count)
             Compilations._listening = True
-        self._start = Compilations._total
-        self._end: int | None = None
+        self._start = (Compilations._total, Compilations._total_seconds)
+        self._end: tuple[int, float] | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end = Compilations._total
+        self._end = (Compilations._total, Compilations._total_seconds)
 
     @property
     def count(self) -> int:
         """Compilations so far, or in the whole block once it is left."""
-        return (Compilations._total if self._end is None else self._end) - self._start
+        return (Compilations._total if self._end is None else self._end[0]) - self._start[0]
+
+    @property
+    def seconds(self) -> float:
+        """What they took, one after another: more than the block itself where threads compile at once."""
+        return (Compilations._total_seconds if self._end is None else self._end[1]) - self._start[1]
 
 
 def _count(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         Compilations._total += 1
+        Compilations._total_seconds += duration_secs

@@ -82,7 +82,7 @@ def seconds_per_flop(model: Model) -> float:
 
 
 def _by_times(item: Item, known: list[dict[str, Any]]) -> float:
-    """Medians, which compilation does not move."""
+    """Medians of what earlier samples took."""
     each = {key: [t["seconds"] for t in known if (t["method"], t["ratio"]) == key] for key in map(_key, item.methods)}
     usual = float(np.median([t["seconds"] for t in known]))
     shared = float(np.median([t["shared_seconds"] for t in known if t["shared_seconds"]] or [0.0]))

@@ -4,10 +4,11 @@ Read `evaluate` from top to bottom: plan, then sample by sample (the first of ev
 so that a run that is stopped early has measured all methods on the same samples. `summary` reads what it leaves.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -30,8 +31,10 @@ from jfuse.models.decoder import Model
 from jfuse.models.resolve import load_model
 from jfuse.models.tokenizer import Tokenizer
 from jfuse.profile import load_profile
+from jfuse.report import Compilations
 from jfuse.selectors.base import Selector
 
+T = TypeVar("T")
 FORMAT = 1
 """Version of what a row means. Raise it whenever equal settings give other numbers."""
 
@@ -149,21 +152,35 @@ def make_plan(
 
 
 def measure_item(plan: Plan, item: Item, setting: Setting, *, ttft: bool = False) -> Iterator[tuple[Row, dict]]:
-    """Rows and seconds of one sample, method by method. What all methods share is charged to the first."""
-    began = time.perf_counter()
-    case = Case(plan.model, item.prompt, anchor_rule=plan.anchor_rule, setting=setting)
-    shared = time.perf_counter() - began
+    """Rows and seconds of one sample, method by method. What all methods share is charged to the first.
+
+    Compilation stands apart, because it is not paid again: the other seconds are without it.
+    """
+    case, shared, compiling = _timed(
+        lambda: Case(plan.model, item.prompt, anchor_rule=plan.anchor_rule, setting=setting)
+    )
     for method in item.methods:
-        began = time.perf_counter()
-        measured = case.measure(method, new_tokens=item.task.new_tokens, ttft=ttft)
-        seconds = {"seconds": time.perf_counter() - began, "shared_seconds": shared, **measured.seconds}
-        shared = 0.0
+        measured, own, compiled = _timed(
+            functools.partial(case.measure, method, new_tokens=item.task.new_tokens, ttft=ttft)
+        )
+        seconds = {"seconds": own, "shared_seconds": shared, "compile_seconds": compiling + compiled}
+        seconds |= measured.seconds
+        shared = compiling = 0.0
         row: Row = {"model": plan.name, "task": item.task.name, "id": item.sample.id, "index": item.number}
         row |= {"method": method.name, "ratio": method.ratio, **case.shape, **measured.figures}
         if measured.answer is not None:
             text = _text(plan.model.tokenizer, measured.answer)
             row |= {"answer": text, "score": score(item.sample, text)}
         yield row, {name: round(value, 4) for name, value in seconds.items()}
+
+
+def _timed(run: Callable[[], T]) -> tuple[T, float, float]:
+    """The result, the seconds that it took, and those of compilation, which are not among them."""
+    began = time.perf_counter()
+    with Compilations() as compiled:
+        result = run()
+    elapsed = time.perf_counter() - began
+    return result, max(0.0, elapsed - compiled.seconds), compiled.seconds
 
 
 def _text(tokenizer: Tokenizer, tokens: Int[np.ndarray, " M"]) -> str:
