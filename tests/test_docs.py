@@ -43,8 +43,36 @@ def ttft_lines():
         yield line("qcfuse", f"{row['ratio']:g}", f"{row['median']:.2f} s", speed_up, limit, share)
 
 
+def pipeline_lines():
+    found = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text(encoding="utf-8"))
+    times = {key: spread["median"] for key, spread in found["seconds"].items()}
+    for name in ("qcfuse", "prophetkv"):
+        rows = [row for row in found["rows"] if row["method"] == name]
+        loaded = [cell for row in rows for cell in (f"{row['ttft']:.2f} s", f"{row['ideal']:.2f} s")]
+        yield line(name, f"{times[f'{name} ready']:.2f} s", f"{times[f'{name} disk']:.2f} s", *loaded)
+
+
+def throughput_lines():
+    found = json.loads((ROOT / "benchmarks/results/throughput.json").read_text(encoding="utf-8"))["rows"]
+    for load in dict.fromkeys(row["load"] for row in found):
+        rows = {row["method"]: row for row in found if row["load"] == load}
+        offered = rows["qcfuse"]["offered"]
+        label = load if offered is None else f"{60 * offered:.1f} offered"
+        figures = (
+            (f"{60 * row['achieved']:.1f}", f"{row['p50']:.1f} s", f"{row['p95']:.1f} s") for row in rows.values()
+        )
+        yield line(label, *(cell for cells in figures for cell in cells))
+
+
 @pytest.mark.parametrize(
-    "page, lines", [("models.md", family_lines), ("models.md", config_lines), ("when-it-helps.md", ttft_lines)]
+    "page, lines",
+    [
+        ("models.md", family_lines),
+        ("models.md", config_lines),
+        ("when-it-helps.md", ttft_lines),
+        ("when-it-helps.md", pipeline_lines),
+        ("when-it-helps.md", throughput_lines),
+    ],
 )
 def test_tables_are_up_to_date(page, lines):
     shown = (DOCS / page).read_text(encoding="utf-8").splitlines()
