@@ -19,7 +19,6 @@ from jfuse import costs, selectors
 from jfuse.account import Served
 from jfuse.config import FusionConfig, View
 from jfuse.evals.latency import interleave, summary
-from jfuse.evals.requests import request_of
 from jfuse.pipeline import full_prefill, serve
 from jfuse.profile import load_profile
 from jfuse.sources import ResidentChunks, Source, StoredChunks
@@ -57,18 +56,11 @@ def main() -> None:
     """Runs all variants in turn and prints times, ideals and whether the targets are met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--query-tokens", type=int, default=64)
+    setting.add_sizes(parser)
     parser.add_argument("--name", default="pipeline", help="of the results file")
     arguments = parser.parse_args()
     model = jfuse.load_model("smollm2-135m")
-    request = request_of(
-        model.tokenizer,
-        chunks=arguments.chunks,
-        chunk_tokens=arguments.chunk_tokens,
-        query_tokens=arguments.query_tokens,
-    )
+    request = setting.sized_request(model.tokenizer, arguments)
     methods = {"qcfuse": selectors.qcfuse(load_profile(model).critical_layers()), "prophetkv": selectors.prophetkv()}
     num_layers, layout = model.config.num_layers, make_layout(request.pieces, pad_to=CONFIG.pad_to)
     total = sum(map(len, request.pieces)) * model.config.kv_bytes_per_token(np.dtype(model.dtype).itemsize)

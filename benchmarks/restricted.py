@@ -14,7 +14,6 @@ import setting
 import jfuse
 from jfuse.config import FusionConfig
 from jfuse.evals.latency import interleave, summary
-from jfuse.evals.requests import request_of
 from jfuse.pipeline import make_report, serve
 from jfuse.report import Report
 from jfuse.selectors import relaxkv, relaxkv_full_prefix
@@ -29,18 +28,11 @@ def main() -> None:
     """Runs all variants in turn and prints edges and seconds of the fuse stage."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--query-tokens", type=int, default=64)
+    setting.add_sizes(parser)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     arguments = parser.parse_args()
     model = jfuse.load_model("smollm2-135m")
-    request = request_of(
-        model.tokenizer,
-        chunks=arguments.chunks,
-        chunk_tokens=arguments.chunk_tokens,
-        query_tokens=arguments.query_tokens,
-    )
+    request = setting.sized_request(model.tokenizer, arguments)
     source = ResidentChunks([jfuse.encode_chunk(model, piece) for piece in request.pieces])
     selectors = {
         "relaxkv_full_prefix": relaxkv_full_prefix(),

@@ -1,5 +1,6 @@
 """What the benchmarks share: the machine's description, real text in tokens, and where results go."""
 
+import argparse
 import json
 import os
 import platform
@@ -43,11 +44,19 @@ def wiki_tokens(tokenizer: Any, count: int) -> np.ndarray:
     return passage_tokens(tokenizer, count)
 
 
-def question_tokens(tokenizer: Any, count: int) -> np.ndarray:
-    """The first `count` tokens of the shipped SQuAD questions."""
-    from jfuse.evals import requests
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The flags of a request's size: by default 4,096 context tokens and a query of 64."""
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--query-tokens", type=int, default=64)
 
-    return requests.question_tokens(tokenizer, count)
+
+def sized_request(tokenizer: Any, arguments: argparse.Namespace) -> Any:
+    """The `TextRequest` of that size, from the shipped passages and questions."""
+    from jfuse.evals.requests import request_of
+
+    sizes = {name: getattr(arguments, name) for name in ("chunks", "chunk_tokens", "query_tokens")}
+    return request_of(tokenizer, **sizes)
 
 
 def check(what: str, value: float, met: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 import jfuse
 from jfuse import selectors
 from jfuse.evals.load_test import hosted_methods, throughput
-from jfuse.evals.requests import TextRequest, request_of
+from jfuse.evals.requests import TextRequest
 from jfuse.hardware import Hardware
 from jfuse.plan import full_prefill_row, fusion_row
 from jfuse.profile import load_profile
@@ -33,18 +33,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="requests a point")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 1.6])
     parser.add_argument("--single", type=int, default=5, help="requests timed alone")
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--query-tokens", type=int, default=64)
+    setting.add_sizes(parser)
     parser.add_argument("--name", default="throughput", help="of the results file")
     arguments = parser.parse_args()
     model = jfuse.load_model("smollm2-135m")
-    request = request_of(
-        model.tokenizer,
-        chunks=arguments.chunks,
-        chunk_tokens=arguments.chunk_tokens,
-        query_tokens=arguments.query_tokens,
-    )
+    request = setting.sized_request(model.tokenizer, arguments)
     known = {"prophetkv": selectors.prophetkv(), "qcfuse": selectors.qcfuse(load_profile(model).critical_layers())}
     methods = hosted_methods(model, request, {name: known[name] for name in arguments.methods}, ratio=RATIO)
     with tqdm(total=len(methods) * (len(arguments.loads) + 2), unit="run", disable=None) as bar:

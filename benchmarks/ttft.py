@@ -12,7 +12,7 @@ import setting
 import jfuse
 from jfuse.config import FusionConfig
 from jfuse.evals.latency import interleave, summary
-from jfuse.pipeline import Question, ResidentChunks, make_report, serve
+from jfuse.pipeline import ResidentChunks, make_report, serve
 from jfuse.profile import load_profile
 from jfuse.selectors import qcfuse
 from jfuse.stitch import make_layout
@@ -25,15 +25,10 @@ def main() -> None:
     """Runs all variants in turn and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--query-tokens", type=int, default=64)
+    setting.add_sizes(parser)
     arguments = parser.parse_args()
     model = jfuse.load_model("smollm2-135m")
-    size, count = arguments.chunk_tokens, arguments.chunks
-    text = setting.wiki_tokens(model.tokenizer, size * count)
-    pieces = [text[i * size : (i + 1) * size] for i in range(count)]
-    question = Question(setting.question_tokens(model.tokenizer, arguments.query_tokens))
+    pieces, question = setting.sized_request(model.tokenizer, arguments)
     prefix = jfuse.encode_prefix(model, model.tokenizer.encode(PREFIX))
     source = ResidentChunks([jfuse.encode_chunk(model, piece) for piece in pieces])
     layout = make_layout(pieces, np.asarray(prefix.tokens)[: prefix.end], pad_to=FusionConfig().pad_to)
@@ -55,7 +50,10 @@ def main() -> None:
     variants = {"full": full} | {str(ratio): (lambda ratio=ratio: fused(ratio)) for ratio in RATIOS}
     seconds = interleave(variants, repeats=arguments.repeats)
     baseline = summary(seconds["full"])
-    print(f"full prefill: {baseline['median']:.3f} s, {count} x {size} context tokens, {len(question.tokens)} query")
+    print(
+        f"full prefill: {baseline['median']:.3f} s, {len(pieces)} x {len(pieces[0])} context tokens, "
+        f"{len(question.tokens)} query"
+    )
     rows = []
     for ratio in RATIOS:
         own, timed = summary(seconds[str(ratio)]), stages[ratio][-arguments.repeats :]

@@ -96,33 +96,32 @@ class Compilations:
     (True, True)
     """
 
-    _total = 0
-    _total_seconds = 0.0
+    _total: tuple[int, float] = (0, 0.0)  # compilations and their seconds, of the whole process
     _listening = False
 
     def __enter__(self) -> "Compilations":
         if not Compilations._listening:
             jax.monitoring.register_event_duration_secs_listener(_count)
             Compilations._listening = True
-        self._start = (Compilations._total, Compilations._total_seconds)
+        self._start = Compilations._total
         self._end: tuple[int, float] | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end = (Compilations._total, Compilations._total_seconds)
+        self._end = Compilations._total
 
     @property
     def count(self) -> int:
         """Compilations so far, or in the whole block once it is left."""
-        return (Compilations._total if self._end is None else self._end[0]) - self._start[0]
+        return (self._end or Compilations._total)[0] - self._start[0]
 
     @property
     def seconds(self) -> float:
         """What they took, one after another: more than the block itself where threads compile at once."""
-        return (Compilations._total_seconds if self._end is None else self._end[1]) - self._start[1]
+        return (self._end or Compilations._total)[1] - self._start[1]
 
 
 def _count(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        Compilations._total += 1
-        Compilations._total_seconds += duration_secs
+        count, seconds = Compilations._total
+        Compilations._total = (count + 1, seconds + duration_secs)

@@ -24,7 +24,7 @@ Question: Who designed the bridge that crosses the Lune at Halden?
 Answer: Ada Holm"""
 """One worked example, made up, so that it answers no question of any data set. Small models hardly use passages
 without one, and use them better where passages, question and answer stand exactly as in it: with the answer's cue on
-the question's line full prefill of the default model gives HotpotQA's answers 2.4 nats a token, as here 2.1."""
+the question's line full prefill of the default model gives 6 HotpotQA answers 2.4 nats a token, as here 2.1."""
 
 
 def draw(task: Task, tokenizer: Tokenizer, limit: int) -> list[Sample]:
