@@ -64,6 +64,14 @@ def throughput_lines():
         yield line(label, *(cell for cells in figures for cell in cells))
 
 
+def restricted_lines():
+    found = json.loads((ROOT / "benchmarks/results/restricted.json").read_text(encoding="utf-8"))["rows"]
+    for row in found:
+        change = "" if row["method"] == "relaxkv_full_prefix" else f"{row['fuse_change']:+.1%}"
+        sizes = (f"{row['ratio']:g}", f"{row['realised']:.3f}", f"{row['edges'] / 1e6:.1f}")
+        yield line(row["method"], *sizes, f"{row['fuse']['median']:.2f} s", change)
+
+
 @pytest.mark.parametrize(
     "page, lines",
     [
@@ -72,6 +80,7 @@ def throughput_lines():
         ("when-it-helps.md", ttft_lines),
         ("when-it-helps.md", pipeline_lines),
         ("when-it-helps.md", throughput_lines),
+        ("when-it-helps.md", restricted_lines),
     ],
 )
 def test_tables_are_up_to_date(page, lines):

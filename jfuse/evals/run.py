@@ -22,6 +22,7 @@ from jfuse.evals.data import Sample
 from jfuse.evals.manifest import about, without_folders
 from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.methods import Method, ends, make_methods, needs_layers
+from jfuse.evals.programs import release_programs
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.records import Records, Row
 from jfuse.evals.scorers import score
@@ -100,6 +101,7 @@ def evaluate(
             disable = None if progress is None else not progress
             with tqdm(total=total, desc=f"evaluating {plan.name}", unit="run", disable=disable) as bar:
                 for item in todo:
+                    release_programs()
                     for row, seconds in measure_item(plan, item, setting, ttft=settings.ttft):
                         records.add(row, seconds)
                         bar.set_postfix_str(_score_so_far(row, records), refresh=False)
