@@ -49,7 +49,7 @@ def main() -> None:
 
     batches = defaultdict(list)
     for case in cases:
-        batches[bucket(case)].append(case)
+        batches[bucket(case.prompt)].append(case)
     largest = 0.0
     for shape, members in batches.items():
         together, batched = timed(lambda members=members: measure_batch(members, method))

@@ -24,7 +24,7 @@ class Eval(Command):
     example = "jfuse eval --tasks mq squad --selectors epic qcfuse --ratios 0.1 0.3 --limit 20"
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(optional)")] = None
-    """A YAML file with all of the following; then only --limit, --out, --fresh, --ttft and --dry-run are read."""
+    """A YAML file with all of the following; only --limit, --out, --fresh, --ttft, --batch and --dry-run add to it."""
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     """Aliases, folders, .gguf files, or Hugging Face ids."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -51,6 +51,8 @@ class Eval(Command):
     """Also answer greedily with at most so many tokens, and score the text."""
     ttft: bool = False
     """Also time every request, its chunk caches in memory."""
+    batch: int = 0
+    """Measure so many questions of equal padded lengths in one compiled program, for quality alone; 0: one by one."""
     out: Path = Path("runs/eval")
     """Folder of the run. Rows that are there are kept; rows of other settings are refused."""
     fresh: bool = False
@@ -77,7 +79,8 @@ class Eval(Command):
 
         if self.config is not None:
             read = read_yaml(self.config)
-            return replace(read, limit=self.limit or read.limit, ttft=self.ttft or read.ttft)
+            limit, ttft, batch = self.limit or read.limit, self.ttft or read.ttft, self.batch or read.batch
+            return replace(read, limit=limit, ttft=ttft, batch=batch)
         return Settings(
             models=self.models,
             tasks=self.asked_tasks(),
@@ -85,6 +88,7 @@ class Eval(Command):
             limit=40 if self.limit is None else self.limit,
             dtype=self.dtype,
             ttft=self.ttft,
+            batch=self.batch,
         )
 
     def asked_tasks(self) -> "tuple[Task, ...]":

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import query_bucket
+from jfuse.config import context_bucket, query_bucket
 from jfuse.evals.fidelity import kl_divergence
-from jfuse.evals.measure import Case
+from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.methods import Method
+from jfuse.evals.prompts import Prompt
 from jfuse.fuse import Work, fuse
 from jfuse.generate import padded_query
 from jfuse.models.decoder import Model, logits, prefill
@@ -34,20 +35,22 @@ class Answers(NamedTuple):
     real: Bool[np.ndarray, "B M"]
 
 
-def bucket(case: Case) -> tuple[int, int, int]:
-    """Samples with one bucket can be batched: equal padded lengths of context and question."""
-    length = len(case.prompt.question.tokens)
-    return len(case.stale.tokens), query_bucket(length), query_bucket(length + len(case.prompt.reference) - 1)
+def bucket(prompt: Prompt, setting: Setting = DEFAULT) -> tuple[int, int, int]:
+    """Samples with one bucket can be batched: equal padded lengths of context, question, and question with answer."""
+    length = len(prompt.question.tokens)
+    context = context_bucket(len(prompt.prefix), sum(map(len, prompt.chunks)), setting.pad_to)
+    return context, query_bucket(length), query_bucket(length + len(prompt.reference) - 1)
 
 
 def measure_batch(cases: Sequence[Case], method: Method) -> list[dict[str, Any]]:
-    """What `Case.measure(method).figures` gives, but for the recall, of each case.
+    """What `Case.measure(method).figures` gives, of each case.
 
     Raises:
-        ValueError: no case, cases of different buckets or models, or full prefill, which is no fusion.
+        ValueError: no case, cases of different buckets, models or settings, or full prefill, which is no fusion.
     """
-    if not cases or len({bucket(case) for case in cases}) > 1 or len({id(case.model) for case in cases}) > 1:
-        raise ValueError(f"{len(cases)} cases are no batch; give one or more of one model and one bucket.")
+    kinds = {(id(case.model), case.setting, bucket(case.prompt, case.setting)) for case in cases}
+    if len(kinds) != 1:
+        raise ValueError(f"{len(cases)} cases are no batch; give one or more of one model, setting and bucket.")
     if method.selector is None:
         raise ValueError("full prefill is what the others are measured against; give a method with a selector.")
     model, selector = cases[0].model, method.selector
@@ -66,6 +69,7 @@ def measure_batch(cases: Sequence[Case], method: Method) -> list[dict[str, Any]]
     return [
         {name: float(values[row]) for name, values in figures.items()}
         | case.spent(jax.tree.map(lambda leaf, row=row: leaf[row], selections))
+        | {"recall": case.recall(selector)}
         for row, case in enumerate(cases)
     ]
 

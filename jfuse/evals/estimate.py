@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from jfuse.costs import prefill_cost
+from jfuse.evals.items import Item
 from jfuse.evals.measure import DEFAULT, Setting
 from jfuse.evals.methods import Method
 from jfuse.evals.prompts import Prompt
 from jfuse.evals.records import ROWS, TIMINGS, key_of, read_rows
-from jfuse.evals.run import Item, make_plan
+from jfuse.evals.run import make_plan
 from jfuse.evals.settings import Settings
 from jfuse.models.decoder import Model, prefill
 from jfuse.models.resolve import load_model

@@ -68,7 +68,7 @@ class Case:
         self._layout = make_layout(prompt.chunks, prefix_tokens(self._prefix), pad_to=setting.pad_to)
         self._evidence: dict[View, Evidence] = {}
         self._anchors: dict[tuple[str, float], AnchorCache] = {}
-        self._recall: dict[Selector, float | None] = {}
+        self._recalls: dict[Selector, float | None] = {}
 
     @functools.cached_property
     def full(self) -> ContextCache:
@@ -102,7 +102,7 @@ class Case:
             selection = self.choose(method)
             fused = self.fuse(selection)
             logits = self._answer(fused)
-            figures = self.spent(selection) | {"recall": self._recall_of(selector)}
+            figures = self.spent(selection) | {"recall": self.recall(selector)}
         if ttft:
             seconds = self._time(method)
         answer = None
@@ -179,18 +179,18 @@ class Case:
             raise RuntimeError(f"{method.key} still compiles after {MOST_WARM_UPS} runs of one request.")
         return {"ttft": sum(stages.values()), "discarded": discarded, **{f"{name}_s": s for name, s in stages.items()}}
 
-    def _recall_of(self, selector: Selector) -> float | None:
+    def recall(self, selector: Selector) -> float | None:
         """Share of the answer's tokens among the best tenth of the context by the selector's score, summed over layers.
 
         None where the answer is not labelled, or the selector does not rank.
         """
         if not len(self.prompt.evidence) or self.stale.num_tokens < 1 / RECALL_SHARE or selector.score is no_score:
             return None
-        if selector not in self._recall:
+        if selector not in self._recalls:
             scores = np.asarray(_ranking(selector, self.evidence(selector.view)))
             context = np.asarray(self.stale.segments) >= 0
-            self._recall[selector] = recall_at(scores[context], self.prompt.evidence, RECALL_SHARE)
-        return self._recall[selector]
+            self._recalls[selector] = recall_at(scores[context], self.prompt.evidence, RECALL_SHARE)
+        return self._recalls[selector]
 
     def _answer(self, context: ContextCache) -> Float[Array, "M V"]:
         return answer_logits(self.model, context, self.prompt.question.tokens, self.prompt.reference)

@@ -4,67 +4,30 @@ Read `evaluate` from top to bottom: plan, then sample by sample (the first of ev
 so that a run that is stopped early has measured all methods on the same samples. `summary` reads what it leaves.
 """
 
-import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
-from jaxtyping import Int
 from tqdm.auto import tqdm
 
-from jfuse.anchors import AnchorRule
 from jfuse.anchors import by_name as anchor_rule_by_name
 from jfuse.evals import workload
-from jfuse.evals.data import Sample
+from jfuse.evals.items import Item, Plan, in_batches, measure_item, measure_together
 from jfuse.evals.manifest import about, without_folders
-from jfuse.evals.measure import DEFAULT, Case, Setting
+from jfuse.evals.measure import DEFAULT, Setting
 from jfuse.evals.methods import Method, ends, make_methods, needs_layers
 from jfuse.evals.programs import release_programs
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.records import Records, Row
-from jfuse.evals.scorers import score
-from jfuse.evals.settings import Settings, Task
+from jfuse.evals.settings import Settings
 from jfuse.fingerprint import Fingerprint
 from jfuse.models.decoder import Model
 from jfuse.models.resolve import load_model
-from jfuse.models.tokenizer import Tokenizer
 from jfuse.profile import load_profile
-from jfuse.report import Compilations
 from jfuse.selectors.base import Selector
 
-T = TypeVar("T")
 FORMAT = 1
 """Version of what a row means. Raise it whenever equal settings give other numbers."""
-
-
-class Item(NamedTuple):
-    """One sample of one task, with the methods that are still to be measured on it."""
-
-    task: Task
-    number: int  # among the task's samples, from 0
-    sample: Sample
-    prompt: Prompt
-    methods: list[Method]
-
-
-class Plan(NamedTuple):
-    """All that one model will be asked, in order."""
-
-    name: str  # of the model, without the folders it lies in
-    model: Model
-    anchor_rule: AnchorRule
-    items: list[Item]
-    too_long: list[str]  # samples that the model cannot serve, left out for every method alike
-    identity: dict[str, Any]
-    planned: dict[str, int]  # samples that each method is to be measured on, by its key
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the items ask for."""
-        return sum(len(item.methods) for item in self.items)
 
 
 def evaluate(
@@ -100,9 +63,14 @@ def evaluate(
             total = sum(len(item.methods) for item in todo)
             disable = None if progress is None else not progress
             with tqdm(total=total, desc=f"evaluating {plan.name}", unit="run", disable=disable) as bar:
-                for item in todo:
+                for items in in_batches(todo, settings.batch or 1, setting):
                     release_programs()
-                    for row, seconds in measure_item(plan, item, setting, ttft=settings.ttft):
+                    rows = (
+                        measure_together(plan, items, setting)
+                        if settings.batch
+                        else measure_item(plan, items[0], setting, ttft=settings.ttft)
+                    )
+                    for row, seconds in rows:
                         records.add(row, seconds)
                         bar.set_postfix_str(_score_so_far(row, records), refresh=False)
                         bar.update()
@@ -147,46 +115,11 @@ def make_plan(
         "models": {name: {"fingerprint": Fingerprint.of(model, anchor_rule=rule).digest, "layers": list(layers)}},
         "setting": setting._asdict(),
         "ttft": settings.ttft,
+        "batch": settings.batch,  # other sums, other last digits
         "platform": jax.default_backend(),
     }
     planned = {method.key: limit for method, limit in methods}
     return Plan(name, model, rule, items, too_long, identity, planned)
-
-
-def measure_item(plan: Plan, item: Item, setting: Setting, *, ttft: bool = False) -> Iterator[tuple[Row, dict]]:
-    """Rows and seconds of one sample, method by method. What all methods share is charged to the first.
-
-    Compilation stands apart, because it is not paid again: the other seconds are without it.
-    """
-    case, shared, compiling = _timed(
-        lambda: Case(plan.model, item.prompt, anchor_rule=plan.anchor_rule, setting=setting)
-    )
-    for method in item.methods:
-        measured, own, compiled = _timed(
-            functools.partial(case.measure, method, new_tokens=item.task.new_tokens, ttft=ttft)
-        )
-        seconds = {"seconds": own, "shared_seconds": shared, "compile_seconds": compiling + compiled}
-        seconds |= measured.seconds
-        shared = compiling = 0.0
-        row: Row = {"model": plan.name, "task": item.task.name, "id": item.sample.id, "index": item.number}
-        row |= {"method": method.name, "ratio": method.ratio, **case.shape, **measured.figures}
-        if measured.answer is not None:
-            text = _text(plan.model.tokenizer, measured.answer)
-            row |= {"answer": text, "score": score(item.sample, text)}
-        yield row, {name: round(value, 4) for name, value in seconds.items()}
-
-
-def _timed(run: Callable[[], T]) -> tuple[T, float, float]:
-    """The result, the seconds that it took, and those of compilation, which are not among them."""
-    began = time.perf_counter()
-    with Compilations() as compiled:
-        result = run()
-    elapsed = time.perf_counter() - began
-    return result, max(0.0, elapsed - compiled.seconds), compiled.seconds
-
-
-def _text(tokenizer: Tokenizer, tokens: Int[np.ndarray, " M"]) -> str:
-    return tokenizer.decode(tokens.tolist()).strip()
 
 
 def _missing(name: str, item: Item, records: Records) -> list[Method]:

@@ -102,6 +102,7 @@ class Settings:
         layers: critical layers for the selectors that need them; () takes the model's profile.
         anchor_rule: what chunks are encoded with.
         ttft: also serve every request cache-ready and time it, each method in turn.
+        batch: measure so many samples of one bucket in one compiled program, for quality alone; 0 takes each alone.
     """
 
     models: tuple[str, ...] = ("smollm2-135m",)
@@ -112,6 +113,7 @@ class Settings:
     layers: tuple[int, ...] = ()
     anchor_rule: str = "kvzip"
     ttft: bool = False
+    batch: int = 0
 
     def __post_init__(self):
         for name in ("models", "tasks"):
@@ -119,6 +121,13 @@ class Settings:
                 raise ValueError(f"{name} is empty; give at least one.")
         if type(self.limit) is not int or self.limit < 1:
             raise ValueError(f"limit is {self.limit!r}; use an integer >= 1.")
+        if type(self.batch) is not int or self.batch < 0:
+            raise ValueError(f"batch is {self.batch!r}; use an integer >= 0.")
+        if self.batch and (self.ttft or any(task.new_tokens for task in self.tasks)):
+            raise ValueError(
+                f"batch is {self.batch}, but times and greedy answers are those of single requests; "
+                "use batch 0, or leave out ttft and new_tokens."
+            )
         bases = [PurePath(model).name for model in self.models]
         if len(set(bases)) < len(bases):
             raise ValueError(f"Two models have one name ({', '.join(bases)}); results could not tell them apart.")

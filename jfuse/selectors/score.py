@@ -1,5 +1,6 @@
 """Scores: evidence to importance, one row per view layer, higher means recompute. Float32 throughout."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -58,23 +59,33 @@ def per_layer_attention(
     """Softmax mass of every view layer, in the view's order; "each" keeps the heads apart."""
     segments = jnp.asarray(evidence.segments)
     counted = segments >= 0 if denominator == "context" else segments != PADDING_SEGMENT
-    at = jnp.asarray(evidence.query_positions)
+    at, positions = jnp.asarray(evidence.query_positions), jnp.asarray(evidence.positions)
+    layers = zip(evidence.queries, evidence.pic, evidence.query, strict=True)
+    own = denominator == "all"
+    return jnp.stack(
+        [
+            _layer_attention(q, pic.k, query.k if own else None, at, positions, scoring, counted, heads, over_rows)
+            for q, pic, query in layers
+        ]
+    )
 
-    def one(q, pic, own):
-        others = log_mass(q, own.k, at, key_positions=at) if denominator == "all" else None
-        return attention_mass(
-            q,
-            pic.k,
-            at,
-            key_positions=jnp.asarray(evidence.positions),
-            rows=scoring,
-            counted=counted,
-            others=others,
-            heads=heads,
-            over_rows=over_rows,
-        )
 
-    return jnp.stack([one(*layer) for layer in zip(evidence.queries, evidence.pic, evidence.query, strict=True)])
+# Compiled apart, so that a selector over all layers is traced for one of them.
+@functools.partial(jax.jit, static_argnames=("heads", "over_rows"))
+def _layer_attention(q, k, own, at, positions, scoring, counted, heads, over_rows):
+    """Mass on the keys `k`; the query's `own` keys, if given, stand in the denominator alone."""
+    others = None if own is None else log_mass(q, own, at, key_positions=at)
+    return attention_mass(
+        q,
+        k,
+        at,
+        key_positions=positions,
+        rows=scoring,
+        counted=counted,
+        others=others,
+        heads=heads,
+        over_rows=over_rows,
+    )
 
 
 def scoring_rows(evidence: Evidence, scoring: Rows) -> Bool[Array, " U"]:

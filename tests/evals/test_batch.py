@@ -48,6 +48,7 @@ def test_batch_equals_single_runs(cases, name):
         assert {key: batched[key] for key in ("rows", "realised", "visible")} == {
             key: alone[key] for key in ("rows", "realised", "visible")
         }
+        assert batched.keys() == alone.keys()
         for key in ("kl", "first_kl", "nll", "top1"):
             np.testing.assert_allclose(batched[key], alone[key], rtol=1e-4, atol=1e-6)
 
@@ -74,7 +75,7 @@ def test_what_is_no_batch_is_refused(cases):
     method = make_methods(["epic"], [0.3])[-1]
     longer = copy.copy(cases[0])
     longer.prompt = longer.prompt._replace(question=Question(np.zeros(65, np.int32)))
-    assert bucket(longer) != bucket(cases[0]) == bucket(cases[1])
+    assert bucket(longer.prompt, SETTING) != bucket(cases[0].prompt, SETTING) == bucket(cases[1].prompt, SETTING)
     for given in ([], [cases[0], longer]):
         with pytest.raises(ValueError, match="are no batch"):
             measure_batch(given, method)

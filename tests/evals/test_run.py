@@ -7,6 +7,7 @@ import pytest
 
 from jfuse.config import FusionConfig
 from jfuse.evals import run as running
+from jfuse.evals.items import in_batches
 from jfuse.evals.manifest import without_folders
 from jfuse.evals.measure import Case, Setting
 from jfuse.evals.methods import FULL, make_methods
@@ -156,6 +157,37 @@ def test_figures_are_those_of_the_serving_path(data, whole):
     assert row["realised"] == pytest.approx(recompute.sum() / (recompute.shape[0] * row["context"]), abs=1e-6)
     ends = {row["method"]: row for row in read_rows(whole / ROWS) if row["id"] == "q0"}
     assert ends[FULL]["kl"] == 0 and ends["reuse"]["realised"] == 0 and ends["reuse"]["kl"] > 0
+
+
+def test_batches_give_the_rows_of_single_runs(data, whole, tmp_path):
+    """ID-8: two of three questions in one program, the third alone, since no partner is left for it."""
+    task = Task("towns", data=str(data), example=False)
+    with pytest.raises(ValueError, match=r"batch is 2, but times and greedy answers are those of single requests"):
+        settings(data, batch=2)
+    with pytest.raises(ValueError, match=r"batch is 2, but"):
+        settings(data, tasks=(task,), batch=2, ttft=True)
+    with pytest.raises(ValueError, match=r"batch is -1; use an integer >= 0"):
+        settings(data, tasks=(task,), batch=-1)
+    methods = METHODS[:2]
+    assert run(data, tmp_path, tasks=(task,), methods=methods, batch=2) == 3 * 4
+    singles = {(row["id"], row["method"]): row for row in read_rows(whole / ROWS)}
+    for row in read_rows(tmp_path / ROWS):
+        single = singles[row["id"], row["method"]]
+        assert row.keys() == single.keys() - {"answer", "score"}
+        for name, value in row.items():
+            assert value == (pytest.approx(single[name], rel=1e-4, abs=1e-6) if type(value) is float else single[name])
+    assert run(data, tmp_path, tasks=(task,), methods=methods, batch=2) == 0
+    with pytest.raises(ValueError, match="holds rows of another run"):
+        run(data, tmp_path, tasks=(task,), methods=methods)
+
+
+def test_batches_hold_samples_of_one_bucket_and_the_same_methods(data):
+    plan = make_plan(settings(data), "tiny", text_model(2), setting=SETTING)
+    assert [[item.number for item in items] for items in in_batches(plan.items, 2, SETTING)] == [[0, 1], [2]]
+    longer = plan.items[1]._replace(prompt=plan.items[1].prompt._replace(prefix=np.zeros(65, np.int32)))
+    items = [plan.items[0], longer, plan.items[1]]
+    assert [len(batch) for batch in in_batches(items, 3, SETTING)] == [2, 1]
+    assert [batch[0].number for batch in in_batches(plan.items, 1, SETTING)] == [0, 1, 2]
 
 
 def _log_softmax(x):
