@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import budget
+from jfuse.config import anchor_offsets
 from jfuse.pallas.attention_mass import attention_mass
-from jfuse.types import PAD_POSITION, AnyArray, Chunk, ChunkAnchors, LayerKV
+from jfuse.types import PAD_POSITION, Chunk, ChunkAnchors, LayerKV
 
 REPEAT = "\n\nRepeat the previous context exactly."
 NUM_SINKS = 4
@@ -153,17 +153,6 @@ def default_rule(model) -> AnchorRule:
     if model.tokenizer is None:
         return kvzip((1 % model.config.vocab_size, 2 % model.config.vocab_size))
     return kvzip(tuple(int(i) for i in model.tokenizer.encode(REPEAT)))
-
-
-def anchor_offsets(score: Float[AnyArray, "L C"], ratio: float) -> Int[np.ndarray, "L A"]:
-    """The ceil(ratio * C) best positions of every layer, sorted by position; ties go to the lower one.
-
-    >>> anchor_offsets(np.array([[0.1, 0.9, 0.5, 0.9]]), 0.5)
-    array([[1, 3]])
-    """
-    score = np.asarray(score, np.float32)
-    keep = budget("ceil", ratio, score.shape[1])
-    return np.sort(np.argsort(-score, axis=1, kind="stable")[:, :keep], axis=1)
 
 
 def chunk_anchors(chunk: Chunk, ratio: float) -> ChunkAnchors:

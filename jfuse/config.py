@@ -4,7 +4,9 @@ import math
 import numbers
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 Implementation = Literal["xla", "pallas"] | None
 TokenView = Literal["none", "query", "prefix", "anchors", "context"]
@@ -32,6 +34,11 @@ class View:
     def __post_init__(self):
         if self.tokens not in get_args(TokenView):
             raise ValueError(f"View.tokens is {self.tokens!r}; use one of {', '.join(get_args(TokenView))}.")
+        if self.tokens != "none" and self.layers == ():
+            raise ValueError(
+                f"View.tokens is {self.tokens!r}, but View.layers is empty, so nothing would be scored; "
+                "name the layers, or None for all."
+            )
         checked_ratio(self.anchor_ratio, name="View.anchor_ratio")
         object.__setattr__(self, "anchor_ratio", float(self.anchor_ratio))
         if self.fresh < 0:
@@ -130,6 +137,17 @@ def anchor_bucket(num_prefix: int, num_context: int, ratio: float, num_anchors: 
     """Padded length of an anchor cache: a function of the context bucket unless tiny chunks need more room."""
     usual = math.ceil(ratio * round_up(num_context, pad_to)) + 64
     return round_up(num_prefix, 64) + round_up(max(usual, num_anchors), 128)
+
+
+def anchor_offsets(score: Any, ratio: float) -> np.ndarray:
+    """The ceil(ratio * C) best positions of every layer, [L, C] to int32 [L, A], sorted; ties go to the lower one.
+
+    >>> anchor_offsets([[0.1, 0.9, 0.5, 0.9]], 0.5).tolist()
+    [[1, 3]]
+    """
+    score = np.asarray(score, np.float32)
+    keep = budget("ceil", ratio, score.shape[1])
+    return np.sort(np.argsort(-score, axis=1, kind="stable")[:, :keep], axis=1).astype(np.int32)
 
 
 def query_bucket(num_query: int) -> int:

@@ -6,6 +6,7 @@ to first token under load. Shapes are the pipeline's buckets, so that after `war
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
@@ -86,10 +87,13 @@ class Ticket:
                 return
             self._reason = self._reason or reason
             waiting = self._engine._leave_queue(self)
-        self.job.stop()
-        if waiting:
-            self._end(error=self._reason)
-            self._close()
+        try:
+            self.job.stop()
+        finally:
+            if waiting:
+                self._end(error=self._reason)
+                self._close()
+                self._engine._begin_next()
 
     def _begin(self) -> None:
         """Begins the job, unless that was done: by whoever finds it first in the queue, at the latest to run it."""
@@ -107,9 +111,13 @@ class Ticket:
         return self.job.run()
 
     def _close(self) -> None:
+        """Lets the job go. What fails here concerns nobody: the result is known already."""
         with self._lock:
             self._begun = True
-            self.job.close()
+            try:
+                self.job.close()
+            except Exception as error:
+                warnings.warn(f"A request's job could not be closed: {error!r}", RuntimeWarning, stacklevel=2)
 
     def _end(self, result: Any = None, error: BaseException | None = None) -> None:
         if self._timer is not None:

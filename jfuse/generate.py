@@ -83,12 +83,21 @@ def stream(
 ) -> Iterator[int]:
     """`generate`, one token at a time."""
     query = check_ids(query, model.config.vocab_size, "query")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; use a count >= 0.")
+    check_new_tokens(max_new_tokens)
     model.config.check_request(context.end + len(query) + max_new_tokens)
     stop = stop_ids(model) if stop is None else stop
     first, queried = prefill_query(model, context, query, implementation=implementation)
     yield from decode(model, context, queried, first, len(query), max_new_tokens, stop, implementation)
+
+
+def check_new_tokens(count: int) -> None:
+    """Refuses a negative count.
+
+    Raises:
+        ValueError: it is below 0.
+    """
+    if count < 0:
+        raise ValueError(f"max_new_tokens is {count}; use a count >= 0.")
 
 
 def stop_ids(model: Model) -> frozenset[int]:

@@ -96,6 +96,7 @@ class HostTier:
         chunk, anchors = self.store.read([id])[0], self.store.anchors([id])[0]
         rows = chunk_bucket(len(chunk.tokens))
         size = sum(half.nbytes // half.shape[0] * rows for half in jax.tree.leaves(chunk.kv))
+        size += sum(a.nbytes for a in jax.tree.leaves((chunk.tokens, anchors)))
         if self.max_bytes is not None and size > self.max_bytes:
             return
         # Copies, because the store may let its bytes go.

@@ -70,8 +70,9 @@ class FusionJob:
     def stop(self) -> None:
         """Ends the request at its next layer."""
         self._stopped = True
-        if self._loading is not None:
-            self._loading[1].stop()
+        loading = self._loading  # `close` may take it away meanwhile
+        if loading is not None:
+            loading[1].stop()
 
     def close(self) -> None:
         """Ends the loading of a request that was never run."""

@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jfuse.account import Served, make_report
-from jfuse.anchors import AnchorRule
+from jfuse.anchors import AnchorRule, default_rule
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, Implementation, round_up
+from jfuse.fingerprint import Fingerprint, differing
 from jfuse.fuse import Work, fuse_layers, fusion_work
-from jfuse.generate import decode, padded_query, prefill_query, stop_ids
+from jfuse.generate import check_new_tokens, decode, padded_query, prefill_query, stop_ids
 from jfuse.host_tier import HostTier
 from jfuse.incoming import Incoming
 from jfuse.models.decoder import Model, Prefill, logits, prefill
@@ -245,11 +246,14 @@ def answer(
         host: chunks of this store that lie in host memory; the others are read from the store.
 
     Raises:
-        ValueError: nothing to ask or to read, ids outside the vocabulary, or more positions than the model serves.
+        ValueError: nothing to ask or to read, ids outside the vocabulary, more positions than the model serves, a
+            negative count of new tokens, or a store or host tier that holds another model's caches.
         ChunkMiss: an id whose chunk is gone or damaged; ids alone cannot be recomputed, passages can. A chunk that is
             found damaged later, while it is read, is encoded again.
     """
     with Compilations() as compiled, ExitStack() as held:
+        check_new_tokens(max_new_tokens)
+        _check_owner(model, store, host)
         question = _question(model, query)
         after_chunks = len(question.tokens) + max_new_tokens + (0 if prefix is None else prefix.end)
         given = sum(len(chunk) for chunk in chunks if not isinstance(chunk, str))
@@ -305,6 +309,25 @@ def _question(model: Model, query: str | Question) -> Question:
     if model.tokenizer is None:
         raise ValueError("This model has no tokenizer; give the query as Question(token_ids).")
     return Question(check_ids(model.tokenizer.encode(query), model.config.vocab_size, "query"))
+
+
+def _check_owner(model: Model, store: ChunkStore, host: HostTier | None) -> None:
+    """Refuses a store or a host tier whose chunks this model did not make."""
+    rule = default_rule(model) if store.anchor_rule is None else store.anchor_rule
+    own = Fingerprint.of(model, anchor_rule=rule)
+    for what, held in (("store", store), ("host tier", host and host.store)):
+        if held is None or held.fingerprint is None:
+            continue
+        if fields := differing(held.fingerprint, own):
+            raise ValueError(
+                f"The {what} holds caches of another model or anchor rule: {', '.join(fields)} differ. "
+                "Open it with this model and this rule (ChunkStore.open(url, model, anchor_rule=...))."
+            )
+        if held.anchor_ratio != store.anchor_ratio:
+            raise ValueError(
+                f"The host tier keeps anchors at {held.anchor_ratio} and the store at {store.anchor_ratio}; "
+                "make the tier from this store."
+            )
 
 
 class _Found(NamedTuple):

@@ -139,7 +139,7 @@ def break_even(
     Args:
         longest: where to stop looking; the model's positions by default.
     """
-    most = ((longest or config.max_positions) - num_prefix - num_query) // chunk_tokens
+    most = max(0, ((longest or config.max_positions) - num_prefix - num_query) // chunk_tokens)
 
     def wins(chunks: int) -> bool:
         sizes = Sizes(num_prefix, (chunk_tokens,) * chunks, num_query)

@@ -121,7 +121,10 @@ def load_profile(model: Model, path: str | Path | None = None) -> LayerProfile:
     fingerprint = Fingerprint.of(model)
     own = fingerprint.model_digest
     if path is not None:
-        found = _read(Path(path).read_text(encoding="utf-8"))
+        try:
+            found = _read(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         fingerprint.require_model(found.model)
         return found
     for entry in sorted((Path(__file__).parent / "data" / "profiles").glob("*.json")):
@@ -132,6 +135,14 @@ def load_profile(model: Model, path: str | Path | None = None) -> LayerProfile:
 
 
 def _read(text: str) -> LayerProfile:
-    fields = json.loads(text)
-    fields["recall"], fields["recall_of_top"] = tuple(fields["recall"]), tuple(fields["recall_of_top"])
-    return LayerProfile(**fields)
+    """A profile from JSON.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        fields = json.loads(text)
+        fields["recall"], fields["recall_of_top"] = tuple(fields["recall"]), tuple(fields["recall_of_top"])
+        return LayerProfile(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"This is no layer profile ({error!r}); make one with `jfuse profile`.") from error

@@ -149,7 +149,7 @@ _angles = jax.jit(angles, static_argnames="rope")
 
 @functools.partial(jax.jit, static_argnames=("size", "num_kv_heads", "head_size", "dtype"))
 def _open_buffer(prefix: LayerKV | None, size: int, num_kv_heads: int, head_size: int, dtype) -> LayerKV:
-    """A zeroed context layer that starts with the prefix. Prefix padding is zeroed too: chunks are written over it."""
+    """A zeroed context layer that starts with the prefix, whose padding comes along and stays masked."""
 
     def open_one(values):
         rows = jnp.zeros((size, num_kv_heads, head_size), dtype)

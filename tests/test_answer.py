@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import jfuse as jf
+from jfuse.anchors import sink
 from jfuse.config import FusionConfig
+from jfuse.fingerprint import Fingerprint
+from jfuse.host_tier import HostTier
 from jfuse.models.decoder import logits
 from jfuse.models.tiny import tiny_model
 from jfuse.pallas import choice
@@ -170,6 +173,27 @@ def test_an_id_that_is_gone_is_a_miss(model, store, passages):
     store.clear()
     with pytest.raises(ChunkMiss):
         ask(model, store, [chunk_id])
+
+
+def test_caches_of_another_model_are_refused(model, store, passages):
+    """A store, or a host tier above it, that was opened for another model, rule or share of anchors."""
+    other = model.replace(weights_id="other weights")
+    with pytest.raises(ValueError, match="The store holds caches of another model or anchor rule: weights_id differ"):
+        ask(other, store, passages)
+    assert not len(store.ids()), "nothing was encoded into it"
+    theirs = jf.ChunkStore.open("memory://", other)
+    with pytest.raises(ValueError, match="The host tier holds caches of another model"):
+        ask(model, store, passages, host=HostTier(theirs))
+    with pytest.raises(ValueError, match="host tier keeps anchors at 0.2 and the store at 0.1"):
+        ask(model, store, passages, host=HostTier(jf.ChunkStore.open("memory://", model, anchor_ratio=0.2)))
+    by_fingerprint = jf.ChunkStore.open("memory://", Fingerprint.of(model, anchor_rule=sink()))
+    with pytest.raises(ValueError, match="another model or anchor rule: anchor_rule"):
+        ask(model, by_fingerprint, passages)
+
+
+def test_a_negative_count_of_new_tokens_is_refused(model, store, passages):
+    with pytest.raises(ValueError, match=r"max_new_tokens is -1; use a count >= 0"):
+        jf.answer(model, store, passages, "who?", SELECTOR, CONFIG, max_new_tokens=-1)
 
 
 def test_layers_outside_the_model_are_refused(model, store, passages):

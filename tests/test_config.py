@@ -97,6 +97,14 @@ def test_unknown_choices_are_refused():
         View(tokens="everything")
 
 
+def test_a_view_that_scores_nothing_is_refused():
+    for tokens in ("query", "prefix", "anchors", "context"):
+        with pytest.raises(ValueError, match=f"View.tokens is '{tokens}', but View.layers is empty"):
+            View(tokens)
+        assert View(tokens, None).layers is None
+    assert View("none").layers == ()
+
+
 def test_layers_count_from_zero():
     """S-07, pitfall 34: negative layers count from the end; the error lists the valid range; no layer twice."""
     assert View(layers=(2, -1, 0)).layer_indices(4) == (2, 3, 0)

@@ -104,6 +104,8 @@ def test_break_even_is_the_length_at_which_the_order_turns():
     assert wins(tokens) and not wins(tokens - 512)
     assert break_even(QWEN3_8B, replace(hardware, disk=1e6), PROPHETKV, ratio=0.3) is None
     assert break_even(QWEN3_8B, H20, selectors.reuse(), ratio=None) == 512
+    for longest in (50, 96, 600):  # no room for a chunk
+        assert break_even(QWEN3_8B, H20, selectors.reuse(), longest=longest) is None
 
 
 @pytest.mark.parametrize("field", ["flops", "memory", "link", "disk", "overhead"])

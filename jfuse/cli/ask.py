@@ -154,7 +154,8 @@ def check_new_tokens(count: int) -> None:
 
 def report_table(report: "Report") -> Any:
     """A request's account for people."""
-    recomputed = f"{report.budget} of {report.num_context} positions, {report.realised_ratio:.1%} of the layer states"
+    most = max(report.rows, default=0)
+    recomputed = f"{most} of {report.num_context} positions, {report.realised_ratio:.1%} of the layer states"
     rows = [
         ("selector", f"{report.selector}, ratio {report.ratio:g}"),
         ("recomputed", recomputed),

@@ -37,6 +37,8 @@ class Eval(Command):
     """Which selectors, with settings after a colon: relaxkv:window=32. Full prefill and reuse are always there."""
     ratios: tuple[float, ...] = (0.3,)
     """Shares of the context that are recomputed."""
+    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
+    """Critical layers, counted from 0, for selectors that need them."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 40, or the config's)")] = (
         None
     )
@@ -78,8 +80,14 @@ class Eval(Command):
         from jfuse.evals.settings import Entry, Settings, read_yaml
 
         if self.config is not None:
+            beside = ("models", "dtype", "tasks", "data", "selectors", "ratios", "layers", "length", "num_chunks")
+            for name in (*beside, "chunk_tokens", "new_tokens"):
+                if getattr(self, name) != getattr(type(self), name):
+                    flag = name.replace("_", "-")
+                    raise ValueError(f"--{flag} stands beside --config; write it into {self.config}.")
             read = read_yaml(self.config)
-            limit, ttft, batch = self.limit or read.limit, self.ttft or read.ttft, self.batch or read.batch
+            limit = read.limit if self.limit is None else self.limit
+            ttft, batch = self.ttft or read.ttft, self.batch or read.batch
             return replace(read, limit=limit, ttft=ttft, batch=batch)
         return Settings(
             models=self.models,
@@ -87,6 +95,7 @@ class Eval(Command):
             methods=tuple(Entry(name, self.ratios) for name in self.selectors),
             limit=40 if self.limit is None else self.limit,
             dtype=self.dtype,
+            layers=self.layers,
             ttft=self.ttft,
             batch=self.batch,
         )
@@ -164,6 +173,8 @@ def report(run: "Run", out: Path, added: int) -> list[Any]:
         )
         tables.append(make_table(columns, rows, f"{model}, {task}", caption))
     left = f" {run.incomplete} samples are not complete and do not count." if run.incomplete else ""
+    if run.too_long:
+        left += f" {run.too_long} samples are longer than the model serves and were left out."
     return [*tables, f"{added} runs added.{left} Written: {out}/metrics.json, metrics.csv."]
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import context_bucket, query_bucket
+from jfuse.config import context_bucket, query_bucket, round_up
 from jfuse.evals.fidelity import kl_divergence
 from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.methods import Method
@@ -21,8 +21,11 @@ from jfuse.evals.prompts import Prompt
 from jfuse.fuse import Work, fuse
 from jfuse.generate import padded_query
 from jfuse.models.decoder import Model, logits, prefill
-from jfuse.selectors.base import Selector, budget_for, select
+from jfuse.selectors.base import Selector, budget_for, check_scores, select_and_count
 from jfuse.types import ContextCache, Evidence, Selection
+
+ANSWER_BLOCK = 16
+"""Answers are padded to a multiple of so many tokens."""
 
 
 class Answers(NamedTuple):
@@ -57,13 +60,14 @@ def measure_batch(cases: Sequence[Case], method: Method) -> list[dict[str, Any]]
     evidence = _stacked([case.evidence(selector.view) for case in cases])
     sizes = [case.stale.sizes(len(case.prompt.question.tokens)) for case in cases]
     k = _stacked([jax.tree.map(np.int32, budget_for(selector, method.ratio, size)) for size in sizes])
-    selections = _select(selector, model.config.num_layers, evidence, k)
+    selections, broken = _select(selector, model.config.num_layers, evidence, k)
+    check_scores(selector, int(broken.sum()))
     answers = _answers(cases)
     full = np.zeros((*answers.reference.shape, model.config.vocab_size), np.float32)
     for index, case in enumerate(cases):
         full[index, : len(case.prompt.reference)] = case.full_logits
-    work = common_work(selections)
     row_block = cases[0].setting.row_block
+    work = common_work(selections, row_block)
     context = _stacked([case.stale for case in cases])
     figures = jax.device_get(_run(model, context, selections, answers, full, work, row_block))
     return [
@@ -74,18 +78,18 @@ def measure_batch(cases: Sequence[Case], method: Method) -> list[dict[str, Any]]
     ]
 
 
-def common_work(selections: Selection) -> Work:
-    """One static shape that every selection of a batch fits into.
+def common_work(selections: Selection, row_block: int = 1) -> Work:
+    """One static shape that every selection of a batch fits into, in whole blocks, so that batches share programs.
 
-    `fuse` takes layers of equal row counts for one set. Where a set shrinks in some sample but the largest does not,
-    the layer before gets a row more, so that the rows are looked at again.
+    `fuse` takes layers of equal row counts for one set. Where a set shrinks in some sample but its blocks do not, the
+    layer before gets a block more, so that the rows are looked at again.
     """
     recompute = np.asarray(selections.recompute)  # [B, L, S]
-    rows = [int(recompute[:, -1].sum(-1).max())]
+    rows = [round_up(int(recompute[:, -1].sum(-1).max()), row_block)]
     for l in range(recompute.shape[1] - 2, -1, -1):
         shrinks = bool((recompute[:, l] != recompute[:, l + 1]).any())
-        most = max(int(recompute[:, l].sum(-1).max()), rows[0])
-        rows.insert(0, most + 1 if shrinks and most == rows[0] else most)
+        most = max(round_up(int(recompute[:, l].sum(-1).max()), row_block), rows[0])
+        rows.insert(0, most + row_block if shrinks and most == rows[0] else most)
     return Work(tuple(rows), restricted=not bool(np.asarray(selections.visible).all()))
 
 
@@ -94,13 +98,13 @@ def _stacked(trees: Sequence[Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _select(selector: Selector, num_layers: int, evidence: Evidence, k: Any) -> Selection:
-    return jax.vmap(lambda evidence, k: select(selector, evidence, k, num_layers=num_layers))(evidence, k)
+def _select(selector: Selector, num_layers: int, evidence: Evidence, k: Any) -> tuple[Selection, Int[Array, " B"]]:
+    return jax.vmap(lambda evidence, k: select_and_count(selector, evidence, k, num_layers=num_layers))(evidence, k)
 
 
 def _answers(cases: Sequence[Case]) -> Answers:
     rows = []
-    longest = max(len(case.prompt.reference) for case in cases)
+    longest = round_up(max(len(case.prompt.reference) for case in cases), ANSWER_BLOCK)
     for case in cases:
         question, reference = case.prompt.question.tokens, case.prompt.reference
         tokens, positions = padded_query(np.concatenate([question, reference[:-1]]), case.stale.end)

@@ -95,13 +95,17 @@ def _key(method: Method) -> tuple[str, float]:
 
 
 def _flops(model: Model, item: Item) -> float:
-    """Chunks and full prefill once; then the share of the context that each method runs, and query and answer."""
+    """Chunks and full prefill once; then the share of the context that each method runs, and query and answer.
+
+    Servings that are timed (`ttft`) are not in it; rows that are there already have them in their seconds.
+    """
     context, before, after = _sizes(item.prompt)
     whole = prefill_cost(model.config, before + context + after).flops
     answer = prefill_cost(model.config, after, past=before + context).flops
     encoding = sum(prefill_cost(model.config, len(chunk)).flops for chunk in item.prompt.chunks)
     new = item.task.new_tokens * prefill_cost(model.config, 1, past=before + context + after).flops
-    return encoding + whole + sum(min(method.ratio, 1.0) * whole + answer + new for method in item.methods)
+    fused = [0.0 if method.selector is None else method.ratio * whole for method in item.methods]  # full prefill ran
+    return encoding + whole + sum(own + answer + new for own in fused)
 
 
 def _sizes(prompt: Prompt) -> tuple[int, int, int]:

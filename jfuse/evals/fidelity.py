@@ -44,8 +44,3 @@ def answer_nll(logits: Float[AnyArray, "M V"], reference: Int[AnyArray, " M"]) -
     """Negative log-likelihood of the reference answer, mean over its tokens, in nats."""
     log_probability = jax.nn.log_softmax(jnp.asarray(logits))
     return -jnp.take_along_axis(log_probability, jnp.asarray(reference)[:, None], axis=-1).mean()
-
-
-def gap_closed(value: float, reuse: float, full: float) -> float:
-    """Share of the way from reuse to full prefill: 0 is reuse, 1 is full prefill. NaN where there is no gap."""
-    return float("nan") if reuse == full else (reuse - value) / (reuse - full)

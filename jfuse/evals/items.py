@@ -50,11 +50,6 @@ class Plan(NamedTuple):
     identity: dict[str, Any]
     planned: dict[str, int]  # samples that each method is to be measured on, by its key
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that the items ask for."""
-        return sum(len(item.methods) for item in self.items)
-
 
 def measure_item(plan: Plan, item: Item, setting: Setting, *, ttft: bool = False) -> Iterator[tuple[Row, Seconds]]:
     """Rows and seconds of one sample, method by method. What all methods share is charged to the first.

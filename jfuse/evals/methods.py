@@ -5,6 +5,8 @@ are the ends of the scale on which the others are placed.
 """
 
 import ast
+import hashlib
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +92,18 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def describe(selector: Selector) -> dict[str, str]:
+    """What tells a selector of the user's own from a former one of its name: view, rule, and its functions' text."""
+    described = {"view": repr(selector.view), "rule": selector.rule}
+    for name in ("score", "allocate"):
+        try:
+            text = inspect.getsource(inspect.unwrap(getattr(selector, name)))
+        except (OSError, TypeError):  # typed into a prompt, or no Python function
+            text = ""
+        described[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    return described
 
 
 def needs_layers(name: str) -> bool:

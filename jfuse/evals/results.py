@@ -25,6 +25,7 @@ class Run(NamedTuple):
     cells: list[Cell]
     pairs: list[Pair]
     incomplete: int  # samples that do not count yet, because a planned method is missing
+    too_long: int = 0  # samples that their model could not serve, left out for every method
 
 
 def read_run(folder: str | Path, *, compared: Sequence[str] | None = None) -> Run:
@@ -43,7 +44,9 @@ def read_run(folder: str | Path, *, compared: Sequence[str] | None = None) -> Ru
     times = {key_of(time): time for time in read_rows(folder / TIMINGS)}
     rows = [_timed(row, times.get(key_of(row), {})) for row in read_rows(folder / ROWS)]
     planned = manifest.get("planned")
-    return Run(manifest, rows, cells(rows, planned), pairs(rows, planned, methods=compared), incomplete(rows, planned))
+    too_long = sum(map(len, manifest.get("too_long", {}).values()))
+    compared_pairs = pairs(rows, planned, methods=compared)
+    return Run(manifest, rows, cells(rows, planned), compared_pairs, incomplete(rows, planned), too_long)
 
 
 def write_results(folder: str | Path, *, compared: Sequence[str] | None = None) -> Run:

@@ -6,6 +6,7 @@ so that a run that is stopped early has measured all methods on the same samples
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm.auto import tqdm
@@ -15,7 +16,7 @@ from jfuse.evals import workload
 from jfuse.evals.items import Item, Plan, in_batches, measure_item, measure_together
 from jfuse.evals.manifest import about, without_folders
 from jfuse.evals.measure import DEFAULT, Setting
-from jfuse.evals.methods import Method, ends, make_methods, needs_layers
+from jfuse.evals.methods import REUSE, Method, describe, ends, make_methods, needs_layers
 from jfuse.evals.programs import release_programs
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.records import Records, Row
@@ -44,7 +45,8 @@ def evaluate(
 
     Args:
         out: the run's folder; rows that it holds are kept, whatever was measured in other goes.
-        selectors: selectors of your own, by the name that `settings.methods` uses.
+        selectors: selectors of your own, by the name that `settings.methods` uses. A folder refuses one whose view,
+            rule or source text has changed; what a function takes from elsewhere is not looked at.
         load: gives a model for a name and a dtype.
         command: how the run was started, for the manifest.
         progress: show a bar; by default if stderr is a terminal.
@@ -53,10 +55,11 @@ def evaluate(
         ValueError: settings that cannot be run, or a folder of another run.
     """
     _methods(settings, settings.layers or (0,), selectors)  # before a model is loaded
-    added = 0
+    added, too_long = 0, {}
     for name in settings.models:
         plan = make_plan(settings, name, load(name, dtype=settings.dtype), selectors=selectors, setting=setting)
-        more = {"planned": plan.planned, "too_long": plan.too_long}
+        more = {"planned": plan.planned, "too_long": too_long | {plan.name: plan.too_long}}
+        too_long = more["too_long"]
         with Records(out, plan.identity, about=about(settings, command) | more) as records:
             todo = [item._replace(methods=_missing(plan.name, item, records)) for item in plan.items]
             todo = [item for item in todo if item.methods]
@@ -109,15 +112,30 @@ def make_plan(
                 too_long.append(f"{task.name}/{sample.id}")
                 continue
             items.append(Item(task, index, sample, prompt, [method for method, limit in methods if index < limit]))
+    own: dict[str, Any] = {
+        "fingerprint": Fingerprint.of(model, anchor_rule=rule).digest,
+        "first_samples": {task: workload.checksum(samples[0]) for task, samples in drawn.items()},
+    }
+    if layers:  # other methods need none, and may join later
+        own["layers"] = list(layers)
     identity = {
         "format": FORMAT,
-        "tasks": {task.name: workload.identity(task, drawn[task.name][0]) for task in settings.tasks},
-        "models": {name: {"fingerprint": Fingerprint.of(model, anchor_rule=rule).digest, "layers": list(layers)}},
+        "tasks": {task.name: workload.identity(task) for task in settings.tasks},
+        "models": {name: own},
         "setting": setting._asdict(),
         "ttft": settings.ttft,
         "batch": settings.batch,  # other sums, other last digits
         "platform": jax.default_backend(),
+        "selectors": {
+            method.name: describe(method.selector) for method, _ in methods if method.name in (selectors or {})
+        },
     }
+    if not items:
+        raise ValueError(
+            f"{name} can serve none of the {len(too_long)} samples: each needs more than its "
+            f"{model.config.max_positions} positions, or another longrope factor set. Ask shorter ones, or cut them "
+            "with `longest`."
+        )
     planned = {method.key: limit for method, limit in methods}
     return Plan(name, model, rule, items, too_long, identity, planned)
 
@@ -148,17 +166,22 @@ def _methods(
 
 
 def _fits(model: Model, prompt: Prompt, new_tokens: int) -> bool:
+    """Whether the model has the positions, with the longrope factor set that is in force."""
     after = max(len(prompt.reference), new_tokens)
     length = len(prompt.prefix) + sum(map(len, prompt.chunks)) + len(prompt.question.tokens) + after
-    return length <= model.config.max_positions
+    try:
+        model.config.check_request(length)
+    except ValueError:
+        return False
+    return True
 
 
 def _score_so_far(row: Row, records: Records) -> str:
     """The share of the KL gap that the row's method has closed so far on the row's task."""
-    own = reuse = 0.0
-    for other in records.rows.values():
-        if other["model"] == row["model"] and other["task"] == row["task"]:
-            own += other["kl"] if (other["method"], other["ratio"]) == (row["method"], row["ratio"]) else 0.0
-            reuse += other["kl"] if other["method"] == "reuse" else 0.0
+    where, how = (row["model"], row["task"]), (row["method"], row["ratio"])
+    same = [other for other in records.rows.values() if (other["model"], other["task"]) == where]
+    kl = {other["id"]: other["kl"] for other in same if (other["method"], other["ratio"]) == how}
+    own = sum(kl.values())
+    reuse = sum(other["kl"] for other in same if other["method"] == REUSE and other["id"] in kl)
     closed = f"{1 - own / reuse:.0%} of the KL gap closed" if reuse else "measuring the gap"
     return f"{row['task']} {row['method']} {row['ratio']:g}: {closed}"

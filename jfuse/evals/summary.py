@@ -20,6 +20,7 @@ BETTER = {"kl": -1, "first_kl": -1, "nll": -1, "top1": 1, "score": 1}
 
 OTHERS = ("realised", "visible", "recall", "context", "ttft")
 RESAMPLES = 2000
+TINY = 1e-12  # nats
 SEED = 0
 
 Group = dict[tuple[str, float], dict[str, Row]]  # rows by method and ratio, then by sample
@@ -95,14 +96,23 @@ def pairs(
 
 
 def averages(found: Sequence[Cell], measure: str = "kl") -> dict[tuple[str, str, float], float]:
-    """Mean share closed per model, method and ratio over the tasks that have a clear gap, which is the same for all."""
-    shares: dict[tuple[str, str, float], list[float]] = {}
+    """Mean share closed per model, method and ratio over the model's tasks with a clear gap, the same for all methods.
+
+    A task counts if its gap is clear for every method that was measured on it; a method counts if it was measured on
+    every such task.
+    """
+    shares: dict[str, dict[str, dict[tuple[str, float], float | None]]] = {}
     for cell in found:
-        value = cell.closed[measure].value if measure in cell.closed else None
-        if value is not None:
-            shares.setdefault((cell.model, cell.method, cell.ratio), []).append(value)
-    most = max(map(len, shares.values()), default=0)
-    return {key: float(np.mean(values)) for key, values in shares.items() if len(values) == most}
+        own = shares.setdefault(cell.model, {}).setdefault(cell.task, {})
+        own[cell.method, cell.ratio] = cell.closed[measure].value if measure in cell.closed else None
+    means = {}
+    for model, tasks in shares.items():
+        clear = [own for own in tasks.values() if None not in own.values()]
+        for key in dict.fromkeys(key for own in clear for key in own):
+            values = [own[key] for own in clear if key in own]
+            if len(values) == len(clear):
+                means[model, *key] = float(np.mean(values))
+    return means
 
 
 def incomplete(rows: Sequence[Row], planned: Mapping[str, int] | None = None) -> int:
@@ -132,10 +142,15 @@ def _groups(rows: Iterable[Row], planned: Mapping[str, int] | None):
         index = {id: row["index"] for own in group.values() for id, row in own.items()}
         limits = planned or {f"{method}@{ratio:g}": len(index) for method, ratio in group}
         names = {f"{method}@{ratio:g}": (method, ratio) for method, ratio in group}
+        most = max(limits.values(), default=0)  # samples beyond it are from a longer go, and count if all is there
         used = {
             id
             for id, place in index.items()
-            if all(id in group.get(names.get(name, ("", 0.0)), {}) for name, limit in limits.items() if place < limit)
+            if all(
+                id in group.get(names.get(name, ("", 0.0)), {})
+                for name, limit in limits.items()
+                if place < limit or limit == most
+            )
         }
         kept = {
             method: {id: own[id] for id in sorted(used & own.keys(), key=index.__getitem__)}
@@ -178,26 +193,32 @@ def _share(
 
 def _pair(model: str, task: str, first, second, ids: list[str], group: Group) -> Pair:
     a, b, reuse = (_column(group[key], ids, "kl") for key in (first, second, (REUSE, 0.0)))
+    reuse = np.maximum(reuse, TINY)  # one chunk alone is exact, and leaves nothing to divide by
     low, high = _interval((a - b, reuse), lambda d, r, axis: d.mean(axis) / r.mean(axis))
     difference = float((a - b).mean() / reuse.mean())
     return Pair(model, task, first[0], second[0], first[1], len(ids), difference, low, high, int((a < b).sum()))
 
 
 def _interval(samples: tuple[Float[np.ndarray, " n"], ...], statistic) -> tuple[float, float]:
-    """95 % percentile bootstrap, samples drawn together; the same draws for every method."""
+    """95 % percentile bootstrap, samples drawn together; the same draws for every method.
+
+    Draws without any gap say nothing about its share, and are left out. There are few: the gap is clear.
+    """
     if len(samples[0]) < 2 or all(np.ptp(sample) == 0 for sample in samples):
         point = float(statistic(*samples, axis=-1))
         return point, point
-    result = stats.bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        rng=np.random.default_rng(SEED),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = stats.bootstrap(
+            samples,
+            statistic,
+            n_resamples=RESAMPLES,
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            rng=np.random.default_rng(SEED),
+        ).bootstrap_distribution
+    low, high = np.percentile(drawn[np.isfinite(drawn)], (2.5, 97.5))
+    return float(low), float(high)
 
 
 def as_row(cell: Cell) -> dict[str, Any]:

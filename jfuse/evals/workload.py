@@ -60,17 +60,18 @@ def with_example(sample: Sample) -> Sample:
     return dataclasses.replace(sample, example=EXAMPLE, instruction="", chunks=chunks, spans=spans, joints=joints)
 
 
-def identity(task: Task, first: Sample) -> dict[str, Any]:
-    """Everything that decides the task's samples and prompts, as plain values; a file by its checksum.
-
-    Args:
-        first: the task's first sample as it is asked, so that a changed generator or layout is found out.
-    """
-    fields = dataclasses.asdict(task) | {"first_sha256": _sha256("\n".join((first.text, *first.answers)).encode())}
+def identity(task: Task) -> dict[str, Any]:
+    """Everything that decides the task's samples and prompts, as plain values; a file by its checksum."""
+    fields = dataclasses.asdict(task)
     for name, path in (("haystack", task.haystack), ("data", task.path)):
         if path is not None and Path(path).is_file():
             fields |= {name: Path(path).name, f"{name}_sha256": _sha256(Path(path).read_bytes())}
     return fields
+
+
+def checksum(sample: Sample) -> str:
+    """Of a sample as it is asked, so that a changed generator or layout is found out. Lengths are in model tokens."""
+    return _sha256("\n".join((sample.text, *sample.answers)).encode())
 
 
 def _sha256(content: bytes) -> str:

@@ -70,13 +70,14 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+NEUTRAL_AT_ONE = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
 REFUSED_FIELDS: dict[str, tuple[str, ...]] = {
     "logit soft-capping": ("attn_logit_softcapping", "final_logit_softcapping"),
     "a mixture of experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size"),
     "attention sinks": ("attention_sinks", "use_attention_sinks", "num_attention_sinks", "num_sink_tokens"),
     "latent attention": ("kv_lora_rank", "q_lora_rank"),
     "chunked or temperature-scaled attention": ("attention_chunk_size", "attn_temperature_tuning"),
-    "scaled residuals, embeddings or logits": ("residual_multiplier", "embedding_multiplier", "logits_scaling"),
+    "scaled residuals, embeddings or logits": NEUTRAL_AT_ONE,
     "quantised weights": ("quantization_config", "compression_config"),
     "an encoder": ("is_encoder_decoder", "add_cross_attention"),
 }
@@ -147,7 +148,7 @@ def _check_features(family: Family, config: Mapping[str, Any]) -> None:
     """Refuses what the one decoder does not compute, naming field and feature."""
     for feature, fields in REFUSED_FIELDS.items():
         for field in fields:
-            if config.get(field) and config[field] != 1.0:
+            if config.get(field) and not (field in NEUTRAL_AT_ONE and config[field] == 1.0):
                 raise ValueError(
                     f"config.json asks for {feature} ({field} = {config[field]!r}), which is not implemented."
                 )

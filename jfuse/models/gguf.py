@@ -152,6 +152,8 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
     config.setdefault("head_dim", _head_size(file, config))
     _check_values(file, values, config["head_dim"])
     scaling = {field: values[key] for key, field in _ROPE_FIELDS.items() if key in values}
+    if scaling.get("factor", 1.0) != 1.0 and "rope_type" not in scaling:
+        raise ValueError(f"{file.path} has {prefix}rope.scaling.factor but no {prefix}rope.scaling.type; add the type.")
     if scaling.get("rope_type", "none") != "none":
         config["rope_scaling"] = scaling
     config["vocab_size"] = _rows(file, "token_embd.weight")

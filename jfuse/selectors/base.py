@@ -79,15 +79,28 @@ def select(
         FloatingPointError: a score that is not finite, when called outside a trace.
     """
     selection, broken = _select(selector, evidence, k, num_layers, pick, params)
-    if not isinstance(broken, Tracer) and int(broken):
-        raise FloatingPointError(
-            f"{int(broken)} scores of selector {selector.name!r} are NaN or infinite, so the selection is arbitrary. "
-            "Check the model's weights and the chunk caches (jfuse verify)."
-        )
+    if not isinstance(broken, Tracer):
+        check_scores(selector, int(broken))
     return selection
 
 
-def _select_fn(selector, evidence, k, num_layers, pick, params) -> tuple[Selection, Int[Array, ""]]:
+def check_scores(selector: Selector, broken: int) -> None:
+    """Refuses a selection of which `broken` scores were not finite.
+
+    Raises:
+        FloatingPointError: there are any.
+    """
+    if broken:
+        raise FloatingPointError(
+            f"{broken} scores of selector {selector.name!r} are NaN or infinite, so the selection is arbitrary. "
+            "Check the model's weights and the chunk caches (jfuse verify)."
+        )
+
+
+def select_and_count(
+    selector: Selector, evidence: Evidence, k: Any, num_layers: int, pick: PickFn = top_k, params: Any = None
+) -> tuple[Selection, Int[Array, ""]]:
+    """The definition of `select`, with the number of scores that are not finite beside it; for traces of your own."""
     context = context_mask(evidence)
     scores = selector.score(evidence, params).astype(jnp.float32)
     broken = (~jnp.isfinite(scores) & context[None]).sum()
@@ -101,7 +114,7 @@ def _select_fn(selector, evidence, k, num_layers, pick, params) -> tuple[Selecti
     ), broken
 
 
-_select = jax.jit(_select_fn, static_argnames=("selector", "num_layers", "pick"))
+_select = jax.jit(select_and_count, static_argnames=("selector", "num_layers", "pick"))
 
 
 def context_mask(evidence: Evidence) -> Bool[Array, " S"]:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int32, UInt8
 
+from jfuse.config import anchor_offsets
 from jfuse.fingerprint import tokens_digest
-from jfuse.store.layout import KV_DTYPES, Damaged, Header, anchor_offsets, checksum, header_length, read_header
+from jfuse.store.layout import KV_DTYPES, Damaged, Header, checksum, header_length, read_header
 from jfuse.store.tier import Stamp
 
 Half = Float[np.ndarray, "_ K H"]  # no rows where values were not asked for
@@ -48,11 +49,7 @@ class Entry:
         self.tokens: Int32[np.ndarray, " C"] = self._tensor("tokens", np.int32)
         self.anchor_score: Float[np.ndarray, "L C"] = self._tensor("anchor_score", np.float32)
         self._anchor_offsets: Int32[np.ndarray, "L A"] = self._tensor("anchor_offsets", np.int32)
-        small = self._data[shape.seal_bytes : shape.seal_bytes + shape.small_bytes]
-        if checksum(small) != self.header.checksums.small or self._data[8 : shape.seal_bytes].any():
-            raise Damaged("its tokens or anchor scores do not match their checksum")
-        if tokens_digest(self.tokens) != self.header.tokens_sha256:
-            raise Damaged("its tokens do not match their digest")
+        self._verify_front()
 
     @property
     def num_layers(self) -> int:
@@ -103,9 +100,19 @@ class Entry:
         """
         self._verified.clear()
         self._layers.clear()
+        self._verify_front()
         for l in range(self.num_layers):
             self.layer(l)
         self.anchors(self.header.anchor_ratio, self.num_layers)
+
+    def _verify_front(self) -> None:
+        """Tokens, anchor scores and offsets, which are checked when the chunk is opened."""
+        shape = self.header.shape
+        small = self._data[shape.seal_bytes : shape.seal_bytes + shape.small_bytes]
+        if checksum(small) != self.header.checksums.small or self._data[8 : shape.seal_bytes].any():
+            raise Damaged("its tokens or anchor scores do not match their checksum")
+        if tokens_digest(self.tokens) != self.header.tokens_sha256:
+            raise Damaged("its tokens do not match their digest")
 
     def _half(self, name: str, l: int, part: int) -> Half:
         return self._tensor(name, KV_DTYPES[self.header.shape.dtype][1], l, part)

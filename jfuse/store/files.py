@@ -139,12 +139,13 @@ class FileTier:
 
     def _write_once(self, id: str, parts: Iterable[Part], num_bytes: int, keep: Collection[str]) -> None:
         temporary = self._folder / f".{id}.{secrets.token_hex(4)}.tmp"
-        with self._locked():
-            self._make_room(num_bytes, keep)
-            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            reserve(file, num_bytes)
+        file = None
         try:
+            with self._locked():
+                self._make_room(num_bytes, keep)
+                file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                reserve(file, num_bytes)
             for part in parts:
                 write_all(file, part)
             if os.lseek(file, 0, os.SEEK_CUR) != num_bytes:
@@ -157,7 +158,8 @@ class FileTier:
             temporary.unlink(missing_ok=True)
             raise
         finally:
-            os.close(file)
+            if file is not None:
+                os.close(file)
 
     def _make_room(self, num_bytes: int, keep: Collection[str]) -> None:
         """Brings chunks, writes in progress and quarantine to `num_bytes` below the cap. The lock is held."""

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Float, Int32, UInt8
 
-from jfuse.config import budget
+from jfuse.config import anchor_offsets
 from jfuse.fingerprint import FORMAT_VERSION, Fingerprint, canonical_json, id_of_digests, tokens_digest
 
 MAGIC = "jfuse-chunk"
@@ -207,13 +207,6 @@ def read_header(head: bytes, file_bytes: int) -> Header:
     if start + header.shape.data_bytes != file_bytes:
         raise Damaged(f"it has {file_bytes} bytes instead of {start + header.shape.data_bytes}")
     return header
-
-
-def anchor_offsets(anchor_score: Float[np.ndarray, "L C"], ratio: float) -> Int32[np.ndarray, "L A"]:
-    """Per layer the ceil(ratio * C) positions of highest score, ties to the lower one, in position order."""
-    count = budget("ceil", ratio, anchor_score.shape[1])
-    best = np.argsort(-anchor_score, axis=1, kind="stable")[:, :count]
-    return np.sort(best, axis=1).astype(np.int32)
 
 
 def checksum(*parts: UInt8[np.ndarray, " _"]) -> str:

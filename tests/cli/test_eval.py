@@ -51,6 +51,9 @@ def test_from_flags_to_files(folder, data, tmp_path, capsys):
         (["--tasks", "trivia"], "There is no task 'trivia'"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--limit", "0"], "limit is 0"),
+        (["--batch", "2", "--ttft"], "batch is 2, but times and greedy answers are those of single requests"),
+        (["--config", "study.yaml", "--selectors", "epic"], "--selectors stands beside --config"),
+        (["--config", "study.yaml", "--new-tokens", "4"], "--new-tokens stands beside --config"),
     ],
 )
 def test_wrong_words_are_one_line(words, message, capsys):

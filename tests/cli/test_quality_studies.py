@@ -82,7 +82,8 @@ def test_studies_of_quality_go_on_where_they_stopped(as_json, folder, towns, tmp
     result = as_json(*asked, "--out", tmp_path)
     assert len(result["rows"]) == methods
     assert as_json(*asked, "--out", tmp_path)["rows"] == result["rows"]
-    check_files(tmp_path, name)
+    variant = f"-{arguments[1]}" if name != "tradeoff" else ""
+    check_files(tmp_path, name + variant)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_stress_study(as_json, folder, tmp_path):
     asked = ("study", "stress", "--model", folder, *sizes, "--selectors", "epic", "--measure", "kl")
     rows = as_json(*asked, "--out", tmp_path)["rows"]
     assert {(row["num_chunks"], row["chunk_tokens"]) for row in rows} == {(2, 600), (1, 1200)}
-    check_files(tmp_path, "stress")
+    check_files(tmp_path, "stress-size")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jfuse.evals.attention import attention_recovery, layer_overlap, mass_curve, question_mass
-from jfuse.evals.fidelity import answer_logits, answer_nll, gap_closed, kl_divergence
+from jfuse.evals.fidelity import answer_logits, answer_nll, kl_divergence
 from jfuse.fuse import cache_error
 from jfuse.pipeline import Question
 from jfuse.profile import recall_at
@@ -22,12 +22,6 @@ def test_kl_and_nll_are_the_definitions():
     np.testing.assert_allclose(kl_divergence(full, other), (p * np.log(p / q)).sum(-1), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(answer_nll(other, reference), -np.log(q[np.arange(5), reference]).mean(), rtol=1e-5)
     np.testing.assert_allclose(kl_divergence(full, full), 0, atol=1e-6)
-
-
-def test_gap_closed_is_blank_without_a_gap():
-    """Pitfall 50: no division by a gap that is not there."""
-    assert gap_closed(0.3, reuse=0.5, full=0.1) == pytest.approx(0.5)
-    assert np.isnan(gap_closed(0.3, reuse=0.5, full=0.5))
 
 
 def test_teacher_forced_logits_are_those_of_one_pass(make_request):

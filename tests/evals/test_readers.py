@@ -318,6 +318,14 @@ def test_errors_name_file_and_line(tmp_path, row, message):
         read_file(path)
 
 
+def test_questions_of_one_id_are_refused_in_documents_too(tmp_path):
+    """Their rows could not be told apart."""
+    record = {"id": "a", "question": "Who?", "answers": ["Ann"], "ctxs": [{"title": "", "text": "Ann did."}]}
+    path = document(tmp_path / "records.json", [record, record])
+    with pytest.raises(ValueError, match=r"records.json, question 2: id 'a' is there already"):
+        read_file(path)
+
+
 def test_a_prompt_without_template_is_refused(tmp_path):
     path = lines(tmp_path / "r.jsonl", {"input": "Hello", "outputs": ["x"]})
     with pytest.raises(ValueError, match="line 1: field 'input' follows no template of niah, vt"):

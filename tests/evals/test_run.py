@@ -1,5 +1,7 @@
 """A run can be stopped anywhere and goes on (M-09), belongs to its settings (M-08), and measures what it says."""
 
+import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -196,24 +198,47 @@ def _log_softmax(x):
 
 
 def test_samples_that_do_not_fit_are_left_out_for_every_method(data):
-    """M-06: denominators stay equal."""
+    """M-06: denominators stay equal; a run that nothing is left of is refused."""
     model = text_model(2)
-    small = model.replace(config=model.config.__class__(**{**vars(model.config), "max_positions": 100}))
-    plan = make_plan(settings(data), "tiny", small, setting=SETTING)
-    assert not plan.items and plan.too_long == ["towns/q0", "towns/q1", "towns/q2"]
+    lengths = [
+        len(prompt.prefix) + sum(map(len, prompt.chunks)) + len(prompt.question.tokens) + max(len(prompt.reference), 3)
+        for prompt in (
+            make_prompt(sample, model.tokenizer) for sample in draw(settings(data).tasks[0], model.tokenizer, 3)
+        )
+    ]
+
+    def limited(positions):
+        return model.replace(config=dataclasses.replace(model.config, max_positions=positions))
+
+    plan = make_plan(settings(data), "tiny", limited(max(lengths)), setting=SETTING)
+    assert len(plan.items) == 3 and not plan.too_long
+    with pytest.raises(ValueError, match=r"tiny can serve none of the 3 samples: .* its 100 positions"):
+        make_plan(settings(data), "tiny", limited(100), setting=SETTING)
 
 
 def test_own_selector_is_measured_beside_others(data, tmp_path):
     """A selector of the user's own, by the name that the settings use."""
     own = by_name("epic")._replace(name="mine")
-    evaluate(
-        settings(data, methods=(Entry("mine", (0.3,)),), limit=1),
-        tmp_path,
-        selectors={"mine": own},
-        load=lambda name, dtype: text_model(2),
-        setting=SETTING,
-    )
+
+    def run_with(selector):
+        asked = settings(data, methods=(Entry("mine", (0.3,)),), limit=1)
+        load = functools.partial(text_model, 2)
+        return evaluate(asked, tmp_path, selectors={"mine": selector}, load=lambda name, dtype: load(), setting=SETTING)
+
+    assert run_with(own) == 3
     assert [row["method"] for row in read_rows(tmp_path / ROWS)] == [FULL, "reuse", "mine"]
+    assert run_with(own) == 0
+    with pytest.raises(ValueError, match=r"rows of another run: selectors.mine.score_sha256 was"):
+        run_with(own._replace(score=lambda evidence, params=None: own.score(evidence, params)))
+
+
+def test_methods_with_and_without_critical_layers_share_a_folder(data, tmp_path):
+    """Layers belong to the run only once a method needs them; then they cannot change."""
+    assert run(data, tmp_path, methods=METHODS[:1], limit=1) == 3
+    assert run(data, tmp_path, methods=(Entry("qcfuse", (0.3,)),), limit=1, layers=(1,)) == 1
+    assert run(data, tmp_path, methods=METHODS[1:2], limit=1) == 1
+    with pytest.raises(ValueError, match=r"models.tiny.layers was \[1\] and is \[0\]"):
+        run(data, tmp_path, methods=(Entry("qcfuse", (0.5,)),), limit=1, layers=(0,))
 
 
 def test_manifest_names_no_folder_and_no_secret(whole):

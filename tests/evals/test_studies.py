@@ -79,8 +79,11 @@ def test_stress_by_count_grows_the_context_and_by_size_does_not():
     sized = by_chunk_size((64, 512), length=1024)
     assert [(p.settings.tasks[0].length, p.settings.tasks[0].num_chunks) for p in sized] == [(1024, 16), (1024, 2)]
     assert len({p.label for p in (*grown, *sized)}) == 4
-    with pytest.raises(ValueError, match="chunk size is 2048; use 1 to 1024"):
-        by_chunk_size((2048,), length=1024)
+    for size in (2048, 300):
+        with pytest.raises(ValueError, match=f"chunk size is {size}; use a divisor of 1024"):
+            by_chunk_size((size,), length=1024)
+    with pytest.raises(ValueError, match="Task 'squad' has passages of its own"):
+        by_chunk_count((2,), tasks=("squad",))
 
 
 def test_ablation_scores_on_the_layers_it_names():

@@ -75,6 +75,27 @@ def test_denominators_are_equal_for_all_methods():
     assert ("mq", "a") not in found(fewer, planned={name: n for name, n in planned.items() if name != "a@0.3"})
 
 
+def test_a_smaller_limit_does_not_let_torn_samples_in():
+    """Stopped within the sample of index 12, then asked for 10: what is complete counts, what is torn does not."""
+    given = rows(n=13, a=REUSE_KL / 2, b=REUSE_KL / 4)
+    torn = [row for row in given if (row["index"], row["method"]) != (12, "b")]
+    planned = {f"{FULL}@1": 10, "reuse@0": 10, "a@0.3": 10, "b@0.3": 10}
+    assert {cell.n for cell in cells(torn, planned)} == {12} and incomplete(torn, planned) == 1
+
+
+def test_intervals_are_finite_although_some_draws_have_no_gap():
+    """Seven of twelve samples are ties: now and then a draw holds ties alone, and has no share."""
+    kl = np.where(np.arange(12) < 5, 1.0, 0.0)
+    given = [row | {"kl": kl[row["index"]] * row["kl"]} for row in rows(n=12, a=REUSE_KL / 2)]
+    table = found(given)
+    for name in (FULL, "reuse", "a"):
+        share = table["mq", name].closed["kl"]
+        assert share.value is not None and np.isfinite([share.low, share.high]).all()
+    assert table["mq", "a"].closed["kl"].low == pytest.approx(0.5)
+    exact = [row | {"kl": 0.0} for row in rows(n=5, a=REUSE_KL, b=REUSE_KL)]  # one chunk: reuse is exact
+    assert [np.isfinite([p.difference, p.low, p.high]).all() for p in pairs(exact)] == [True]
+
+
 def test_pairs_are_compared_on_the_same_samples():
     a, b = REUSE_KL * 0.5, REUSE_KL * 0.5 + np.where(np.arange(N) < 15, 0.1, -0.1)
     (pair,) = pairs(rows(a=a, b=b))
@@ -88,6 +109,9 @@ def test_average_leaves_out_tasks_without_a_gap():
     flat = [row | {"kl": 0.5, "task": "flat"} for row in rows("flat", a=REUSE_KL / 2)]
     means = averages(cells([*rows(a=REUSE_KL / 2), *rows("mv", a=REUSE_KL / 4), *flat]))
     assert means["m", "a", 0.3] == pytest.approx((0.5 + 0.75) / 2)
+    fewer = [row | {"model": "other"} for row in rows(a=REUSE_KL / 2, b=REUSE_KL / 4)]
+    both = averages(cells([*rows(a=REUSE_KL / 2), *rows("mv", a=REUSE_KL / 4), *fewer]))
+    assert both["m", "a", 0.3] == means["m", "a", 0.3] and both["other", "b", 0.3] == pytest.approx(0.75)
 
 
 def test_files_for_readers(tmp_path):

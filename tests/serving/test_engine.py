@@ -20,7 +20,7 @@ class Step:
     """A job that logs what happens to it, and runs until it is let go or stopped."""
 
     def __init__(self, log, name, *, fails=None, waits=False):
-        self.log, self.name, self.fails = log, name, fails
+        self.log, self.name, self.fails = log, name, fails  # where it raises
         self.go, self.stopped = threading.Event(), False
         if not waits:
             self.go.set()
@@ -42,9 +42,13 @@ class Step:
     def stop(self):
         self.stopped = True
         self.go.set()
+        if self.fails == "stop":
+            raise KeyError(self.name)
 
     def close(self):
         self.log.append(f"close {self.name}")
+        if self.fails == "close":
+            raise KeyError(self.name)
 
 
 def wait_for(condition):
@@ -78,6 +82,40 @@ def test_one_failure_harms_no_other(where):
         with pytest.raises(KeyError if where == "begin" else ZeroDivisionError):
             tickets[1].result(PATIENCE)
     assert log.count("close b") == 1
+
+
+@pytest.mark.filterwarnings("ignore:A request's job could not be closed:RuntimeWarning")
+def test_a_job_that_cannot_be_closed_or_stopped_harms_no_other():
+    """Results are known by then; what waits is served, and what is given up has ended."""
+    log, first = [], Step([], "a", waits=True)
+    with Engine() as engine:
+        tickets = [engine.submit(first)]
+        wait_for(lambda: "run a" in first.log)
+        tickets += [
+            engine.submit(Step(log, n, fails=where)) for n, where in (("b", "stop"), ("c", "close"), ("d", None))
+        ]
+        with pytest.raises(KeyError):
+            tickets[1].cancel()
+        with pytest.raises(CancelledError):
+            tickets[1].result(PATIENCE)
+        first.go.set()
+        assert [tickets[i].result(PATIENCE) for i in (0, 2, 3)] == ["a", "c", "d"]
+
+
+def test_whoever_moves_up_in_the_queue_starts_loading():
+    """The request that was loading next is given up; the one behind it loads while the first still runs."""
+    log, first = [], Step([], "a", waits=True)
+    with Engine() as engine:
+        engine.submit(first)
+        wait_for(lambda: "run a" in first.log)
+        second, third = (engine.submit(Step(log, n)) for n in "bc")
+        wait_for(lambda: "begin b" in log)
+        assert "begin c" not in log
+        second.cancel()
+        wait_for(lambda: "begin c" in log)
+        assert not third.done
+        first.go.set()
+        assert third.result(PATIENCE) == "c"
 
 
 def test_the_queue_is_bounded():

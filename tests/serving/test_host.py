@@ -29,7 +29,8 @@ def test_chunks_lie_in_pinned_memory_where_the_device_has_it(kit):
     assert host.kind == PINNED and host.load(kit.ids) == len(kit.ids)
     for half in jax.tree.leaves([host.get(id).kv for id in kit.ids]):
         assert half.sharding.memory_kind == PINNED
-    assert host.num_bytes == sum(half.nbytes for half in jax.tree.leaves([host.get(id).kv for id in kit.ids]))
+    held = [(found.kv, found.tokens, found.anchors) for found in map(host.get, kit.ids)]
+    assert host.num_bytes == sum(a.nbytes for a in jax.tree.leaves(held))
     ordinary = HostTier(kit.disk)
     assert ordinary.kind == "ordinary", "a CPU's own memory is host memory"
     ordinary.load(kit.ids)

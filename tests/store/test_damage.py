@@ -126,6 +126,23 @@ def test_damage_after_use_is_found_again(folder, path, reopen, chunk, same):
     assert_quarantined(store, folder, path, chunk, same)
 
 
+def test_verify_reads_what_was_checked_on_opening_again(path, reopen, chunk):
+    """A byte of the tokens turns in an open chunk, with size and times as they were."""
+    store = reopen()
+    (id,) = store.ids()
+    store.read([id])
+    whole, times = bytearray(path.read_bytes()), path.stat()
+    seal = 8 + struct.unpack("<Q", whole[:8])[0]
+    start = bytes(whole).index(np.asarray(chunk.tokens, "<i4").tobytes(), seal)
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes([whole[start] ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert list(store.verify().damaged) == [id]
+    with pytest.raises(ChunkMiss):
+        store.tokens([id])
+
+
 def test_held_chunks_that_change_in_place_are_not_served(path, reopen, chunk):
     store = reopen()
     ids = store.ids()

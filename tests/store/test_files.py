@@ -175,6 +175,21 @@ def test_a_disk_that_takes_nothing_degrades_to_no_store(monkeypatch, folder, reo
     assert store.put(make_chunk(1)) == id and store.lookup(make_chunk(1).tokens).hit
 
 
+def test_room_that_cannot_be_reserved_leaves_nothing_behind(monkeypatch, folder, reopen, make_chunk):
+    """No temporary file, no lock and no open file."""
+
+    def refuses(file, num_bytes):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    store = reopen()
+    monkeypatch.setattr(files_module, "reserve", refuses)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.warns(RuntimeWarning, match="did not take a chunk"):
+        store.put(make_chunk(0))
+    assert not [name for name in listing(folder) if name.endswith(".tmp")]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_links_are_neither_followed_nor_served(folder, reopen, make_chunk, tmp_path, same):
     """A chunk's name that leads out of the folder is a miss; putting the chunk replaces the link, not its target."""
     chunk, store = make_chunk(), reopen()

@@ -18,17 +18,23 @@ class Study(ModelCommand):
     """A study: it measures, saves data and figure side by side, and prints a table."""
 
     name: ClassVar[str] = ""
+    varied: ClassVar[str] = ""  # the option that chooses among the study's tables, if it has several
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: runs/studies/NAME)")] = (
         None
     )
     """Folder for data and figure."""
 
+    @property
+    def label_of_files(self) -> str:
+        """The study's name, and which of its tables this is, so that none overwrites another."""
+        return f"{self.name}-{getattr(self, self.varied)}" if self.varied else self.name
+
     def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
-        """Saves `NAME.json` and, beside it, the figure as PNG and PDF; shows the result; returns the exit code."""
+        """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code."""
         folder = self.out or Path("runs") / "studies" / self.name
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
+        path = folder / f"{self.label_of_files}.json"
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         if axes is not None:
             from jfuse.plot import figure_of

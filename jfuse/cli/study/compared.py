@@ -63,6 +63,7 @@ class Compared(Study):
         ]
         rows = run_parts(parts, (self.out or Path("runs") / "studies" / self.name) / "parts")
         settings = {"model": self.model, "tasks": list(self.tasks), "limit": self.limit, "measure": self.measure}
+        settings |= {self.varied: getattr(self, self.varied)} if self.varied else {}
         return self.finish({"settings": settings, "rows": rows}, self.draw(rows), rows_table(rows, self.measure))
 
     def asked_tasks(self) -> "tuple[Task, ...]":

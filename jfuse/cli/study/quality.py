@@ -55,6 +55,7 @@ class Stress(Compared):
     """Quality as contexts get longer, by the number of chunks (QCFuse Fig. 12) or by their size (RelaxKV Table 6)."""
 
     name: ClassVar[str] = "stress"
+    varied: ClassVar[str] = "by"
     example: ClassVar[str] = "jfuse study stress --by count --values 2 4 8 --chunk-tokens 256"
 
     by: Literal["count", "size"] = "count"
@@ -100,6 +101,7 @@ class Ablation(Compared):
     """QCFuse with more or fewer anchors (Fig. 15), or scored on other layers (Fig. 16)."""
 
     name: ClassVar[str] = "ablation"
+    varied: ClassVar[str] = "of"
     example: ClassVar[str] = "jfuse study ablation --of layers --limit 8"
 
     of: Literal["anchors", "layers"] = "anchors"
@@ -133,6 +135,7 @@ class RelaxKV(Compared):
     """RelaxKV over its ratio beside what that realises, and the controls of its paper (Tables 3, 5, 7 and 8)."""
 
     name: ClassVar[str] = "relaxkv"
+    varied: ClassVar[str] = "table"
     example: ClassVar[str] = "jfuse study relaxkv --table ratio --ratios 0.05 0.15 0.3"
 
     table: Literal["ratio", "context", "capacity"] = "ratio"

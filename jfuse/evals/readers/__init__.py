@@ -30,11 +30,16 @@ def read_file(path: str | Path, *, limit: int | None = None) -> list[Sample]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an unknown format, or a malformed line by number.
+        ValueError: an unknown format, a malformed line by number, or two questions of one id.
     """
     samples = FORMATS[format_of(path)](path, limit=limit)
     if not samples:
         raise ValueError(f"{path} holds no sample; give a file with at least one.")
+    seen: set[str] = set()
+    for number, sample in enumerate(samples, start=1):
+        if sample.id in seen:
+            raise ValueError(f"{path}, question {number}: id {sample.id!r} is there already; ids must differ.")
+        seen.add(sample.id)
     return samples
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jfuse.evals.methods import FULL, REUSE
 from jfuse.evals.results import write_results
 from jfuse.evals.run import evaluate
 from jfuse.evals.settings import Settings
@@ -48,7 +49,7 @@ def pooled(rows: Iterable[Row], by: Iterable[str] = ("method", "ratio"), *, meas
     methods alike, so that every mean is over the same tasks (QCFuse Fig. 11).
     """
     found = list(rows)
-    blank = {row["task"] for row in found if row.get(measure) is None and row["method"] != "full prefill"}
+    blank = {row["task"] for row in found if row.get(measure) is None and row["method"] not in (FULL, REUSE)}
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
         if row["task"] not in blank and row.get(measure) is not None:

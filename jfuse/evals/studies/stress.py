@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jfuse.evals.settings import Entry, Settings, Task
 from jfuse.evals.studies.parts import Part
+from jfuse.evals.tasks import GENERATED
 
 METHODS = ("epic", "cacheblend", "fusionrag", "prophetkv", "qcfuse")
 
@@ -38,11 +39,11 @@ def by_chunk_size(
     """One part per chunk size; the context stays as long.
 
     Raises:
-        ValueError: a size that is longer than the context.
+        ValueError: a size that does not divide the context, or a task that has its own passages.
     """
     for size in sizes:
-        if not 1 <= size <= length:
-            raise ValueError(f"A chunk size is {size}; use 1 to {length} tokens, the context's length.")
+        if not 1 <= size <= length or length % size:
+            raise ValueError(f"A chunk size is {size}; use a divisor of {length} tokens, the context's length.")
     shapes = [(length // size, size) for size in sizes]
     return _parts(shapes, tasks, methods, ratio, limit, model, new_tokens)
 
@@ -56,6 +57,10 @@ def _parts(
     model: str,
     new_tokens: int,
 ) -> list[Part]:
+    for name in tasks:
+        if name not in GENERATED:
+            made = ", ".join(GENERATED)
+            raise ValueError(f"Task {name!r} has passages of its own; use one that is made to size: {made}.")
     entries = tuple(Entry(method, (ratio,)) for method in methods)
     parts = []
     for count, size in shapes:
