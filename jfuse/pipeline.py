@@ -315,7 +315,7 @@ def _check_owner(model: Model, store: ChunkStore, host: HostTier | None) -> None
     """Refuses a store or a host tier whose chunks this model did not make."""
     rule = default_rule(model) if store.anchor_rule is None else store.anchor_rule
     own = Fingerprint.of(model, anchor_rule=rule)
-    for what, held in (("store", store), ("host tier", host and host.store)):
+    for what, held in (("store", store), ("host tier", None if host is None else host.store)):
         if held is None or held.fingerprint is None:
             continue
         if fields := differing(held.fingerprint, own):

@@ -112,6 +112,7 @@ def make_plan(
                 too_long.append(f"{task.name}/{sample.id}")
                 continue
             items.append(Item(task, index, sample, prompt, [method for method, limit in methods if index < limit]))
+    mine = selectors or {}
     own: dict[str, Any] = {
         "fingerprint": Fingerprint.of(model, anchor_rule=rule).digest,
         "first_samples": {task: workload.checksum(samples[0]) for task, samples in drawn.items()},
@@ -127,7 +128,7 @@ def make_plan(
         "batch": settings.batch,  # other sums, other last digits
         "platform": jax.default_backend(),
         "selectors": {
-            method.name: describe(method.selector) for method, _ in methods if method.name in (selectors or {})
+            entry.selector: describe(mine[entry.selector]) for entry in settings.methods if entry.selector in mine
         },
     }
     if not items:

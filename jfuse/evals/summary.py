@@ -101,13 +101,18 @@ def averages(found: Sequence[Cell], measure: str = "kl") -> dict[tuple[str, str,
     A task counts if its gap is clear for every method that was measured on it; a method counts if it was measured on
     every such task.
     """
-    shares: dict[str, dict[str, dict[tuple[str, float], float | None]]] = {}
+    shares: dict[str, dict[str, dict[tuple[str, float], float]]] = {}
+    blank = set()
     for cell in found:
         own = shares.setdefault(cell.model, {}).setdefault(cell.task, {})
-        own[cell.method, cell.ratio] = cell.closed[measure].value if measure in cell.closed else None
+        value = cell.closed[measure].value if measure in cell.closed else None
+        if value is None:
+            blank.add((cell.model, cell.task))
+        else:
+            own[cell.method, cell.ratio] = value
     means = {}
     for model, tasks in shares.items():
-        clear = [own for own in tasks.values() if None not in own.values()]
+        clear = [own for task, own in tasks.items() if (model, task) not in blank]
         for key in dict.fromkeys(key for own in clear for key in own):
             values = [own[key] for own in clear if key in own]
             if len(values) == len(clear):

@@ -186,7 +186,7 @@ def test_batches_give_the_rows_of_single_runs(data, whole, tmp_path):
 def test_batches_hold_samples_of_one_bucket_and_the_same_methods(data):
     plan = make_plan(settings(data), "tiny", text_model(2), setting=SETTING)
     assert [[item.number for item in items] for items in in_batches(plan.items, 2, SETTING)] == [[0, 1], [2]]
-    longer = plan.items[1]._replace(prompt=plan.items[1].prompt._replace(prefix=np.zeros(65, np.int32)))
+    longer = plan.items[1]._replace(prompt=plan.items[1].prompt._replace(prefix=np.zeros(999, np.int32)))
     items = [plan.items[0], longer, plan.items[1]]
     assert [len(batch) for batch in in_batches(items, 3, SETTING)] == [2, 1]
     assert [batch[0].number for batch in in_batches(plan.items, 1, SETTING)] == [0, 1, 2]

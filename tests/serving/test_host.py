@@ -82,7 +82,7 @@ def test_a_bounded_tier_keeps_the_latest_and_the_rest_is_read_from_the_store(kit
     """Needs 14 and 22: a cap, least recently used first, and requests that do not notice."""
     one = HostTier(kit.disk)
     one.load(kit.ids[:1])
-    host = HostTier(kit.disk, max_bytes=2 * one.num_bytes)
+    host = HostTier(kit.disk, max_bytes=5 * one.num_bytes // 2)
     assert host.load(kit.ids) == 2 and len(host) == 2 and host.num_bytes <= host.max_bytes
     assert host.get(kit.ids[0]) is None and host.get(kit.ids[-1]) is not None
     host.get(kit.ids[2])  # now the other one is the older
