@@ -58,7 +58,11 @@ def page(run: Run) -> str:
         parts += [f"## {title}", markdown(run.cells, measure).rstrip()]
     parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
     if run.pairs:
-        parts += ["## Pairs on the same samples", pair_table(run.pairs).rstrip()]
+        explained = (
+            "Difference in KL between the first and the second, as a share of reuse's KL, with its 95 % bootstrap "
+            "interval; negative speaks for the first. Then the samples on which the first is closer to full prefill."
+        )
+        parts += ["## Pairs on the same samples", explained, pair_table(run.pairs).rstrip()]
     versions = ", ".join(f"{name} {version}" for name, version in run.manifest["versions"].items())
     parts.append(f"{versions}; {json.dumps(run.manifest['machine']['devices'])}.")
     return "\n\n".join(parts) + "\n"
@@ -72,14 +76,21 @@ def average_table(run: Run) -> str:
 
 
 def pair_table(pairs: list[Pair]) -> str:
-    """Difference in KL as a share of reuse's KL; negative speaks for the first."""
-    lines = ["| task | ratio | first | second | difference | wins |", "|---|---|---|---|---|---|"]
+    """Difference in KL as a share of reuse's KL, a column per task; negative speaks for the first."""
+    tasks = list(dict.fromkeys(pair.task for pair in pairs))
+    found: dict[tuple[float, str, str], dict[str, Pair]] = {}
     for pair in pairs:
-        interval = f"{pair.difference:+.0%} [{pair.low:+.0%}, {pair.high:+.0%}]"
-        lines.append(
-            f"| {pair.task} | {pair.ratio:g} | {pair.first} | {pair.second} | {interval} | {pair.wins}/{pair.n} |"
-        )
+        found.setdefault((pair.ratio, pair.first, pair.second), {})[pair.task] = pair
+    lines = ["| ratio | first | second | " + " | ".join(tasks) + " |", "|---|---|---|" + "---|" * len(tasks)]
+    for (ratio, first, second), own in found.items():
+        shown = [shown_pair(own[task]) if task in own else "" for task in tasks]
+        lines.append(f"| {ratio:g} | {first} | {second} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
+
+
+def shown_pair(pair: Pair) -> str:
+    """Difference with its interval, and on how many samples the first is closer to full prefill."""
+    return f"{pair.difference:+.0%} [{pair.low:+.0%}, {pair.high:+.0%}] {pair.wins}/{pair.n}"
 
 
 if __name__ == "__main__":
