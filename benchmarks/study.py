@@ -10,12 +10,20 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jfuse.evals.results import Run, markdown, write_results
 from jfuse.evals.summary import Pair, as_row, averages
 from jfuse.plot import figure_of, panels, quality_against_work
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 RESULTS = Path(__file__).parent / "results" / "study"
+DRAWN = (
+    *("full prefill", "reuse", "prophetkv", "qcfuse", "cacheblend", "epic", "random", "relaxkv:window=32", "relaxkv"),
+    *("relaxkv_full_prefix", "qcfuse_relaxkv"),
+)
 COMPARED = ("prophetkv", "qcfuse", "cacheblend", "epic", "random", "relaxkv:window=32")
 
 
@@ -31,13 +39,24 @@ def main() -> None:
     shutil.copy(arguments.run / "manifest.json", arguments.out)
     text = page(run)
     (arguments.out / "README.md").write_text(text, encoding="utf-8")
-    rows = [as_row(cell) for cell in run.cells]
+    draw([as_row(cell) for cell in run.cells if cell.method in DRAWN]).savefig(arguments.out / "study.png", dpi=120)
+    print(text)
+
+
+def draw(rows: list[dict[str, Any]]) -> "Figure":
+    """Quality against work, a panel per task, one legend below."""
     label = "share of the KL gap closed"
     axes = panels(
         rows, "task", lambda own, ax: quality_against_work(own, quality="kl_closed", label=label, ax=ax), columns=2
     )
-    figure_of(axes).savefig(arguments.out / "study.png", dpi=120)
-    print(text)
+    figure = figure_of(axes)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    for one in figure.axes:
+        if (legend := one.get_legend()) is not None:
+            legend.remove()
+    figure.set_layout_engine("constrained")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
 
 
 def page(run: Run) -> str:
