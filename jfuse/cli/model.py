@@ -55,10 +55,10 @@ class Profile(ModelCommand):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; use an integer >= 1.")
         model = self.load()
-        if self.top > model.config.num_layers:
-            raise ValueError(f"top is {self.top}; use 1 to {model.config.num_layers}, the model's layers.")
         tokenizer = needed_tokenizer(model)
         prompts = [make_prompt(sample, tokenizer) for sample in self.draw(model)]
+        if self.top > model.config.num_layers:
+            raise ValueError(f"top is {self.top}; use 1 to {model.config.num_layers}, the model's layers.")
         data = str(self.samples) if self.samples else f"{self.task}, {self.length} tokens"
         bar = tqdm(prompts, desc="profiling", unit="question", disable=None)
         profile = profile_layers(model, bar, data=data)
