@@ -34,7 +34,8 @@ def random_request(rng, config):
 
 
 @pytest.mark.slow
-def test_forty_requests_stay_within_the_buckets_and_a_second_round_compiles_nothing():
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_forty_requests_stay_within_the_buckets_and_a_second_round_compiles_nothing(ratio):
     model = tiny_model(jax.random.key(0), num_layers=3, max_positions=8192)
     config = model.config
     prefix = pipeline.encode_prefix(model, np.arange(9))
@@ -45,7 +46,7 @@ def test_forty_requests_stay_within_the_buckets_and_a_second_round_compiles_noth
         rng = np.random.default_rng(7)
         for _ in range(40):
             source, question = random_request(rng, config)
-            serve(model, source, question, selector, FusionConfig(ratio=0.5), prefix=prefix)
+            serve(model, source, question, selector, FusionConfig(ratio=ratio), prefix=prefix)
 
     serve_all()
     counts = {

@@ -58,8 +58,8 @@ def evaluate(
     added, too_long = 0, {}
     for name in settings.models:
         plan = make_plan(settings, name, load(name, dtype=settings.dtype), selectors=selectors, setting=setting)
-        more = {"planned": plan.planned, "too_long": too_long | {plan.name: plan.too_long}}
-        too_long = more["too_long"]
+        too_long[plan.name] = plan.too_long
+        more = {"planned": plan.planned, "too_long": too_long}
         with Records(out, plan.identity, about=about(settings, command) | more) as records:
             todo = [item._replace(methods=_missing(plan.name, item, records)) for item in plan.items]
             todo = [item for item in todo if item.methods]
