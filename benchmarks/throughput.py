@@ -1,6 +1,7 @@
 """Time to first token under load: full prefill, ProphetKV and QCFuse, one request at a time, caches in host memory.
 
-8 x 512 tokens, 64 query tokens, one output token, all hits, ratio 0.5; Poisson arrivals, the same for every method.
+8 x 512 tokens, 64 query tokens, one output token, all hits, ratio 0.5; Poisson arrivals, the same for every method. For
+the rate at saturation, methods take turns in draining queues of five.
 Rates are shares of the rate that full prefill can sustain: 20 requests take every method about 20 times full prefill's
 time over the rate. In all that is an hour and a half on two cores, and an hour without ProphetKV.
 Usage: python benchmarks/throughput.py [--methods qcfuse]

@@ -38,6 +38,11 @@ class Outcome(NamedTuple):
         """From arrival to the first token, waiting included; NaN for a request that failed."""
         return float("nan") if self.error or self.ended is None else self.ended - self.arrived
 
+    def later(self, seconds: float) -> "Outcome":
+        """The same in a test that started so much earlier."""
+        started, ended = (None if at is None else at + seconds for at in (self.started, self.ended))
+        return Outcome(self.arrived + seconds, started, ended, self.error)
+
 
 def poisson(rate: float | int, count: int, *, seed: int = 0) -> list[float]:
     """Arrival times of `count` requests at `rate` a second on average.
@@ -95,12 +100,23 @@ def load_point(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def end_to_end(runs: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Several runs as one, in which each begins when the one before has ended. Times to first token do not change."""
+    joined: list[Outcome] = []
+    start = 0.0
+    for run in runs:
+        joined += [outcome.later(start) for outcome in run]
+        start = max([start, *(outcome.ended for outcome in joined if outcome.ended is not None)])
+    return joined
+
+
 def throughput(
     methods: Mapping[str, Callable[[int], Job]],
     *,
     loads: Sequence[float | int],
     count: int = 20,
     single: int = 5,
+    burst: int = 5,
     warm_up: int = 2,
     baseline: str = FULL,
     seed: int = 0,
@@ -108,14 +124,16 @@ def throughput(
 ) -> list[dict[str, Any]]:
     """Every method alone, saturated, and at every offered rate; the same arrivals and requests for all of them.
 
-    Saturation is the rate at which a full queue drains: all requests arrive at once. Offered rates are shares of what
-    the baseline serves alone, so that they mean the same on any machine. Methods take turns.
+    Saturation is the rate at which a full queue drains. It gets `burst` requests at a time, and methods take turns,
+    so that a machine whose speed moves treats all of them alike. Offered rates are shares of what the baseline serves
+    alone, so that they mean the same on any machine.
 
     Args:
         methods: from a method's name to a function that makes its job for request i.
         loads: offered rates, as shares of one request per `baseline` request's time alone; arrivals are Poisson.
         count: requests per point.
         single: requests of each method that are timed alone.
+        burst: requests that arrive at once where the queue is to be full.
         warm_up: requests of each method that are run first and discarded; they compile.
         tick: called after every run, for a progress bar.
 
@@ -124,12 +142,14 @@ def throughput(
         second (None where there is no rate), and the fields of `load_point`.
 
     Raises:
-        ValueError: a load that is not positive, or a baseline that is not among the methods.
+        ValueError: a load that is not positive, a burst below 1, or a baseline that is not among the methods.
         RuntimeError: something was compiled while requests were timed, or no request of a run was served.
     """
     for load in loads:
         if not load > 0:
             raise ValueError(f"loads holds {load}; use shares of the sustained rate above 0.")
+    if burst < 1:
+        raise ValueError(f"burst is {burst}; use a number of requests >= 1.")
     if baseline not in methods:
         raise ValueError(f"The baseline {baseline!r} is none of the methods {', '.join(methods)}.")
     rows: list[dict[str, Any]] = []
@@ -152,10 +172,16 @@ def throughput(
                 alone = [turn[name] for turn in turns]
                 record("single", name, None, alone, achieved=1 / float(np.median([one.ttft for one in alone])))
             sustained = next(row["achieved"] for row in rows if row["method"] == baseline)
-            offered: list[tuple[Any, float | None, list[float]]] = [("saturation", None, [0.0] * count)]
-            rates = [load * sustained for load in loads]
-            offered += [(load, rate, poisson(rate, count, seed=seed)) for load, rate in zip(loads, rates, strict=True)]
-            for load, rate, arrivals in offered:
+            bursts = [range(count)[at : at + burst] for at in range(0, count, burst)]
+            drained = [
+                {name: replay(engine, [make(i) for i in part], [0.0] * len(part)) for name, make in methods.items()}
+                for part in bursts
+            ]
+            for name in methods:
+                record("saturation", name, None, end_to_end([turn[name] for turn in drained]))
+            for load in loads:
+                rate = load * sustained
+                arrivals = poisson(rate, count, seed=seed)
                 for name, make in methods.items():
                     record(load, name, rate, replay(engine, [make(i) for i in range(count)], arrivals))
     if compiled.count:

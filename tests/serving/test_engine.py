@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jfuse.engine import Engine, QueueFull
-from jfuse.evals.load_test import Outcome, load_point, poisson, replay, throughput
+from jfuse.evals.load_test import Outcome, end_to_end, load_point, poisson, replay, throughput
 from jfuse.jobs import FusionJob, PrefillJob
 from jfuse.stitch import make_layout, prefix_tokens
 from tests.serving.conftest import SELECTORS, Wrapped
@@ -270,10 +270,23 @@ def test_a_fused_request_is_stopped_between_layers_and_the_next_is_served(kit):
         assert isinstance(slow.error(), CancelledError) and isinstance(good.result(), int)
 
 
+def test_bursts_laid_end_to_end_keep_their_waiting_times():
+    """Two queues of two, drained in 3 and 2 seconds: 4 requests in 5 seconds; a refused request moves no clock."""
+    runs = [
+        [Outcome(0.0, 0.0, 1.0), Outcome(0.0, 1.0, 3.0), Outcome(0.0, None, None, "QueueFull")],
+        [Outcome(0.0, 0.0, 1.0), Outcome(0.0, 1.0, 2.0)],
+    ]
+    joined = end_to_end(runs)
+    assert [outcome.ended for outcome in joined] == [1.0, 3.0, None, 4.0, 5.0]
+    assert [outcome.ttft for outcome in joined if not outcome.error] == [1.0, 3.0, 1.0, 2.0]
+    point = load_point(joined)
+    assert (point["served"], point["failed"], point["achieved"]) == (4, 1, 0.8)
+
+
 def test_a_load_test_on_a_tiny_model(kit):
     """One row per method and load, in the order they ran; nothing compiles while it is timed."""
     methods = {"full prefill": lambda i: prefilled(kit), "qcfuse": lambda i: fused(kit, "qcfuse")}
-    rows = throughput(methods, loads=(0.5,), count=3, single=2)
+    rows = throughput(methods, loads=(0.5,), count=3, single=2, burst=2)
     assert [(row["load"], row["method"]) for row in rows] == [
         (load, name) for load in ("single", "saturation", 0.5) for name in methods
     ]
@@ -285,6 +298,8 @@ def test_load_tests_that_cannot_be_are_refused():
     methods = {"full prefill": lambda i: Step([], "a"), "qcfuse": lambda i: Step([], "b", fails="run")}
     with pytest.raises(ValueError, match="loads holds 0"):
         throughput(methods, loads=(0,))
+    with pytest.raises(ValueError, match="burst is 0"):
+        throughput(methods, loads=(1,), burst=0)
     with pytest.raises(ValueError, match="'reuse' is none of the methods full prefill, qcfuse"):
         throughput(methods, loads=(1,), baseline="reuse")
     with pytest.raises(RuntimeError, match="qcfuse was served; the first ended with ZeroDivisionError: b"):
