@@ -1,7 +1,7 @@
 """Time to first token under load: full prefill, ProphetKV and QCFuse, one request at a time, caches in host memory.
 
 8 x 512 tokens, 64 query tokens, one output token, all hits, ratio 0.5; Poisson arrivals, the same for every method. For
-the rate at saturation, methods take turns in draining queues of five.
+the rate at saturation, methods take turns in draining short queues.
 Rates are shares of the rate that full prefill can sustain: 20 requests take every method about 20 times full prefill's
 time over the rate. In all that is an hour and a half on two cores, and an hour without ProphetKV.
 Usage: python benchmarks/throughput.py [--methods qcfuse]
@@ -15,12 +15,13 @@ from tqdm.auto import tqdm
 
 import jfuse
 from jfuse import selectors
+from jfuse.account import make_report
+from jfuse.config import FusionConfig
 from jfuse.evals.load_test import hosted_methods, throughput
 from jfuse.evals.requests import TextRequest
-from jfuse.hardware import Hardware
-from jfuse.plan import full_prefill_row, fusion_row
+from jfuse.pipeline import serve
 from jfuse.profile import load_profile
-from jfuse.types import Sizes
+from jfuse.sources import ResidentChunks
 
 RATIO = 0.5
 GAIN, SHARE_OF_SINGLE = 1.5, 0.92
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=("prophetkv", "qcfuse"), default=("prophetkv", "qcfuse"))
     parser.add_argument("--count", type=int, default=20, help="requests a point")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 1.6])
+    parser.add_argument("--burst", type=int, default=5, help="requests of a queue whose draining is timed")
     parser.add_argument("--single", type=int, default=5, help="requests timed alone")
     setting.add_sizes(parser)
     parser.add_argument("--name", default="throughput", help="of the results file")
@@ -43,7 +45,12 @@ def main() -> None:
     methods = hosted_methods(model, request, {name: known[name] for name in arguments.methods}, ratio=RATIO)
     with tqdm(total=len(methods) * (len(arguments.loads) + 2), unit="run", disable=None) as bar:
         rows = throughput(
-            methods, loads=arguments.loads, count=arguments.count, single=arguments.single, tick=bar.update
+            methods,
+            loads=arguments.loads,
+            count=arguments.count,
+            single=arguments.single,
+            burst=arguments.burst,
+            tick=bar.update,
         )
     for row in rows:
         load = row["load"] if row["offered"] is None else f"{row['offered']:.3f}/s offered"
@@ -83,10 +90,10 @@ def reached(rows: list[dict[str, Any]], loads: list[float]) -> list[dict[str, An
 
 
 def flop_limit(model: jfuse.Model, request: TextRequest, selector: jfuse.Selector) -> float:
-    """FLOPs of a full prefill over those of the fused request."""
-    sizes, any_machine = Sizes(0, tuple(map(len, request.pieces)), len(request.question.tokens)), Hardware("any", 1, 1)
-    full = full_prefill_row(model.config, any_machine, sizes)
-    return full.flops / fusion_row(model.config, any_machine, sizes, selector, ratio=RATIO).flops
+    """FLOPs of a full prefill over those of the fused request, with the positions that the selector chooses in it."""
+    config, source = FusionConfig(RATIO), ResidentChunks([jfuse.encode_chunk(model, piece) for piece in request.pieces])
+    served = serve(model, source, request.question, selector, config)
+    return make_report(model, selector, config, served, len(request.question.tokens)).flop_limit
 
 
 if __name__ == "__main__":

@@ -82,5 +82,5 @@ def load_table(rows: list[dict[str, Any]]) -> Any:
             + (f"{row['achieved']:.3f}", *(as_milliseconds(row[name]) for name in ("p50", "p90", "p95")), row["failed"])
             for row in rows
         ],
-        caption="single: one request at a time. saturation: five arrive at once. Else Poisson arrivals.",
+        caption="single: one request at a time. saturation: a full queue. Else Poisson arrivals.",
     )
