@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from jfuse.anchors import AnchorRule, LayerStates, default_rule, force_sinks
 from jfuse.config import chunk_bucket
+from jfuse.fingerprint import Fingerprint
 from jfuse.models.decoder import Model, finish, project, start
 from jfuse.models.tokenizer import check_ids
 from jfuse.pallas.rotate import rotate
 from jfuse.pallas.selective_attention import selective_attention
-from jfuse.types import PAD_POSITION, AnyArray, Chunk, LayerKV
+from jfuse.types import PAD_POSITION, AnyArray, Chunk, LayerKV, Origin
 
 
 def encode_chunk(model: Model, tokens: Int[AnyArray, " C"], *, anchor_rule: AnchorRule | None = None) -> Chunk:
@@ -38,7 +39,8 @@ def encode_chunk(model: Model, tokens: Int[AnyArray, " C"], *, anchor_rule: Anch
     kv, score = _encode(model, np.concatenate(pieces), np.int32(len(tokens)), size, rule)
     kv, score = jax.device_get((kv, score))  # a chunk is a unit of storage; on a CPU these are views
     layers = tuple(LayerKV(kv.k[l, : len(tokens)], kv.v[l, : len(tokens)]) for l in range(model.config.num_layers))
-    return Chunk(tokens, layers, score[:, : len(tokens)])
+    origin = Origin(Fingerprint.of(model, anchor_rule=rule).digest) if model.weights_id else None
+    return Chunk(tokens, layers, score[:, : len(tokens)], origin)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "rule"))

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -25,13 +26,16 @@ class View:
     """
 
     tokens: TokenView = "none"
-    layers: tuple[int, ...] | None = ()
+    layers: Sequence[int] | None = ()
     anchor_ratio: float | int = 0.1
     values: bool = False
     fresh: int = 0
-    kept: tuple[float, ...] = ()
+    kept: Sequence[float] = ()
 
     def __post_init__(self):
+        # A view is a static argument of jit; lists would not hash.
+        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
+        object.__setattr__(self, "kept", tuple(self.kept))
         if self.tokens not in get_args(TokenView):
             raise ValueError(f"View.tokens is {self.tokens!r}; use one of {', '.join(get_args(TokenView))}.")
         if self.tokens != "none" and self.layers == ():

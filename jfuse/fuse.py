@@ -112,7 +112,7 @@ def fuse_layers(
     segments = jnp.asarray(context.segments)
     sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
     positions = jnp.asarray(context.positions, jnp.int32)
-    state = None
+    state, blocks = None, model.layers
     for l, pic in enumerate(context.kv):
         if sizes[l] == 0:
             yield pic
@@ -121,7 +121,7 @@ def fuse_layers(
             state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
         if sizes[l + 1] == 0:
             write = _write_layer_donating if donate else write_layer
-            yield write(model.config, model.layers[l], state, pic, implementation=implementation)
+            yield write(model.config, blocks[l], state, pic, implementation=implementation)
             continue
         same = work.rows[l + 1] == work.rows[l]  # nested sets of one size are one set
         stay = None if same else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
@@ -132,7 +132,7 @@ def fuse_layers(
         run = _fuse_layer_donating if donate else fuse_layer
         x, pic = run(
             model.config,
-            model.layers[l],
+            blocks[l],
             state,
             pic,
             positions,

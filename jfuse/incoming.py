@@ -141,7 +141,6 @@ class Incoming:
 
     def _take(self, key: Hashable) -> Any:
         """A load's result; chunks that are lost meanwhile are encoded again."""
-        mended = set(self.lost)
         try:
             return self._loader.take(key)
         except Lost as lost:
@@ -150,7 +149,7 @@ class Incoming:
             try:
                 return self._loads[key]()
             except Lost as lost:
-                if lost.index in set(self.lost) - mended:
+                if lost.index in self.lost:  # this read began after it was encoded again
                     raise
                 self._mend(lost)
 

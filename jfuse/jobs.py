@@ -25,6 +25,7 @@ class FusionJob:
 
     Args:
         source: makes the request's chunk source when loading may begin.
+        params: parameters of a learned selector.
         finish: what to keep of the outcome; the fused context is large.
     """
 
@@ -37,10 +38,12 @@ class FusionJob:
         config: FusionConfig = FusionConfig(),
         *,
         prefix: ContextCache | None = None,
+        params: object = None,
         finish: Callable[[Any], Any] = first_token,
     ):
         self._model, self._make_source, self._question = model, source, question
-        self._selector, self._config, self._prefix, self._finish = selector, config, prefix, finish
+        self._selector, self._config, self._prefix, self._params = selector, config, prefix, params
+        self._finish = finish
         self._loading: tuple[Source, Incoming] | None = None
         self._stopped = False
 
@@ -63,6 +66,7 @@ class FusionJob:
             self._selector,
             self._config,
             prefix=self._prefix,
+            params=self._params,
             incoming=incoming,
         )
         return self._finish(served)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jfuse.account import Served, make_report
-from jfuse.anchors import AnchorRule, default_rule
+from jfuse.anchors import default_rule
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, Implementation, round_up
 from jfuse.fingerprint import Fingerprint, differing
@@ -84,13 +84,11 @@ def begin(
     config: FusionConfig = FusionConfig(),
     *,
     prefix: ContextCache | None = None,
-    anchor_rule: AnchorRule | None = None,
     put: Callable[[Any], Any] | None = None,
 ) -> Incoming:
     """Lays out a request and plans its loading; `serve` starts that, or `start` does, while the request still waits.
 
     Args:
-        anchor_rule: what chunks that are lost meanwhile are encoded with; the model's default rule by default.
         put: starts moving arrays to the device; injected by tests.
     """
     return Incoming(
@@ -98,7 +96,7 @@ def begin(
         source,
         make_layout(source.tokens, prefix_tokens(prefix), pad_to=config.pad_to),
         selector.view,
-        encode=lambda tokens: encode_chunk(model, tokens, anchor_rule=anchor_rule),
+        encode=lambda tokens: encode_chunk(model, tokens, anchor_rule=source.anchor_rule),
         prefix=prefix,
         pad_to=config.pad_to,
         ahead=config.ahead,
@@ -251,6 +249,7 @@ def answer(
         ChunkMiss: an id whose chunk is gone or damaged; ids alone cannot be recomputed, passages can. A chunk that is
             found damaged later, while it is read, is encoded again.
     """
+    clock = _Clock()
     with Compilations() as compiled, ExitStack() as held:
         check_new_tokens(max_new_tokens)
         _check_owner(model, store, host)
@@ -259,12 +258,11 @@ def answer(
         given = sum(len(chunk) for chunk in chunks if not isinstance(chunk, str))
         model.config.check_length(given + after_chunks)  # before anything is encoded
         selector.view.layer_indices(model.config.num_layers)
-        clock = _Clock()
         found = _find(model, store, chunks, held, host)
         source = StoredChunks(store, found.ids, found.computed, host=host)
-        clock.lap("find")
         model.config.check_request(sum(len(tokens) for tokens in source.tokens) + after_chunks)
-        incoming = begin(model, source, selector, config, prefix=prefix, anchor_rule=store.anchor_rule)
+        incoming = begin(model, source, selector, config, prefix=prefix)
+        clock.lap("find")
         served = serve(model, source, question, selector, config, prefix=prefix, params=params, incoming=incoming)
         served = served._replace(stages=clock.stages | served.stages)
         clock = _Clock()
@@ -286,7 +284,8 @@ def answer(
         clock.lap("decode")
     for chunk in {id(chunk): chunk for chunk in source.computed.values()}.values():
         store.put(chunk)
-    missed = found.missed | served.lost
+    lost = {found.ids[i]: reason for i, reason in served.lost.items()}
+    missed = found.missed | {i: lost[id] for i, id in enumerate(found.ids) if id in lost}
     report = make_report(
         model,
         selector,

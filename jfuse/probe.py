@@ -59,14 +59,15 @@ def probe(
     query_positions = np.pad(positions, (0, padding), constant_values=PAD_POSITION)
 
     states: dict[int, LayerOut] = {}
+    blocks = model.layers
     if view.tokens != "none" and layers:
         x, rows = start(model.config, model.params, np.pad(query, (0, padding)), query_positions)
         for l in range(max(layers) + 1):
             if l == max(layers):
-                out = keys_values(model.config, model.layers[l], x, rows)
+                out = keys_values(model.config, blocks[l], x, rows)
             else:
                 past = _past(view, anchors, context, l)
-                out = layer(model.config, model.layers[l], x, rows, past, implementation=implementation)
+                out = layer(model.config, blocks[l], x, rows, past, implementation=implementation)
             x = out.x
             if l in layers:
                 states[l] = out
@@ -108,7 +109,7 @@ def _recompute_first(
     if not view.fresh:
         return ()
     real = jnp.asarray(context.segments) >= 0
-    keep = jnp.ones(real.shape, bool)
+    keep, blocks = jnp.ones(real.shape, bool), model.layers
     x, rows = start(model.config, model.params, context.tokens, context.positions)
     for l in range(view.fresh):
         first_check = view.fresh - 1 - len(view.kept)
@@ -118,7 +119,7 @@ def _recompute_first(
             keep &= ~real | top_k(jnp.where(real & keep, deviation, -jnp.inf), count)
         x, kv = _mixed_layer(
             model.config,
-            model.layers[l],
+            blocks[l],
             x,
             rows,
             context.kv[l] if l > first_check else None,

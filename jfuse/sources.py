@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from jfuse.anchors import chunk_anchors
+from jfuse.anchors import AnchorRule, chunk_anchors
 from jfuse.config import chunk_bucket
 from jfuse.host_tier import HostTier
 from jfuse.offload import device_of, to_device
@@ -41,6 +41,11 @@ class Source(Protocol):
         """Whether a read takes time of its own, so that a thread should do it."""
         ...
 
+    @property
+    def anchor_rule(self) -> AnchorRule | None:
+        """What chunks that are lost meanwhile are encoded with; None is the model's default rule."""
+        ...
+
     def tier(self, i: int) -> str:
         """Where chunk i lies: "device", "host", "memory", "disk"."""
         ...
@@ -61,7 +66,7 @@ class Source(Protocol):
 class ResidentChunks:
     """Chunks in device memory, padded to their buckets: the source of cache-ready measurements."""
 
-    waits = False
+    waits, anchor_rule = False, None
 
     def __init__(self, chunks: Sequence[Chunk], anchor_ratio: float = 0.1):
         self.tokens = [np.asarray(chunk.tokens) for chunk in chunks]
@@ -118,6 +123,11 @@ class StoredChunks:
         ]
 
     @property
+    def anchor_rule(self) -> AnchorRule | None:
+        """The store's."""
+        return self._store.anchor_rule
+
+    @property
     def waits(self) -> bool:
         """Unless every chunk lies in host memory."""
         return len(self._hosted.keys() | self.computed.keys()) < len(self._ids)
@@ -166,4 +176,9 @@ class StoredChunks:
 
 def part_of(layer: LayerKV, keys: bool, values: bool) -> LayerKV:
     """The layer without the rows of a half that is not wanted."""
-    return LayerKV(layer.k if keys else layer.k[:0], layer.v if values else layer.v[:0])
+    return LayerKV(layer.k if keys else _no_rows(layer.k), layer.v if values else _no_rows(layer.v))
+
+
+def _no_rows(half: Any) -> np.ndarray:
+    """No rows of this half. On the host, because slicing a device array would be an operation on the device."""
+    return np.empty((0, *half.shape[1:]), half.dtype)

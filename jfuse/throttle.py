@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jfuse.anchors import AnchorRule
 from jfuse.sources import Source
 from jfuse.types import Chunk, ChunkAnchors, LayerKV
 
@@ -76,6 +77,11 @@ class ThrottledChunks:
     def tokens(self) -> Sequence[Int[np.ndarray, " _"]]:
         """The source's."""
         return self._source.tokens
+
+    @property
+    def anchor_rule(self) -> AnchorRule | None:
+        """The source's."""
+        return self._source.anchor_rule
 
     @property
     def waits(self) -> bool:

@@ -11,6 +11,7 @@ never waits for the device.
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -40,12 +41,18 @@ class LayerKV(NamedTuple):
 KVCache: TypeAlias = tuple[LayerKV, ...]
 
 
+@jax.tree_util.register_static
+class Origin(str):
+    """Digest of the `Fingerprint` of the model and anchor rule that made a chunk. No leaf of a pytree."""
+
+
 class Chunk(NamedTuple):
     """A reusable passage and its position-independent cache (PIC), encoded alone from position 0 (QCFuse eq. 3)."""
 
     tokens: Int[AnyArray, " C"]
     kv: KVCache  # un-rotated keys; exactly C entries, no padding
     anchor_score: Float[AnyArray, "L C"]  # G(r) of the anchor rule (QCFuse eq. 14), higher means keep
+    origin: Origin | None = None  # None where the model has no weights identity; a store refuses what others made
 
 
 class ChunkAnchors(NamedTuple):

@@ -191,6 +191,43 @@ def test_caches_of_another_model_are_refused(model, store, passages):
         ask(model, by_fingerprint, passages)
 
 
+def test_a_store_takes_no_chunk_of_another_model_or_rule(model, passages):
+    """A cache under a foreign name would be served for good; a chunk knows who made it, also when it was read back."""
+    store = jf.ChunkStore.open("memory://", model, anchor_rule=sink())
+    with pytest.raises(ValueError, match=r"another model or anchor rule made it.*anchor_rule=store\.anchor_rule"):
+        store.put(jf.encode_chunk(model, passages[0]))
+    with pytest.raises(ValueError, match="another model or anchor rule made it"):
+        store.put(jf.encode_chunk(model.replace(weights_id="other"), passages[0], anchor_rule=sink()))
+    id = store.put(jf.encode_chunk(model, passages[0], anchor_rule=sink()))
+    (again,) = store.read([id])
+    assert store.put(again) == id
+    with pytest.raises(ValueError, match="another model or anchor rule made it"):
+        jf.ChunkStore.open("memory://", model).put(again)
+
+
+def test_other_weights_have_no_identity_until_they_are_given_one(model):
+    """Caches of fine-tuned weights are not those of the weights they came from."""
+    tuned = model.replace(params=jax.tree.map(lambda a: a * 2, model.params))
+    assert tuned.weights_id == "" and model.replace(tokenizer=None).weights_id == model.weights_id != ""
+    with pytest.raises(ValueError, match="weights_id is empty"):
+        jf.ChunkStore.open("memory://", tuned)
+    assert jf.ChunkStore.open("memory://", tuned.replace(params=tuned.params, weights_id="tuned")).fingerprint
+
+
+def test_a_passage_found_damaged_while_it_is_read_is_a_miss_wherever_it_stands(model, passages, tmp_path):
+    """The last layer's values are read after the selection; the report counts every place of the passage."""
+    store = jf.ChunkStore.open(f"file://{tmp_path}", model)
+    whole = ask(model, store, [passages[0], passages[1], passages[0]])
+    path = tmp_path / f"{store.lookup(passages[0]).id}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    again = ask(model, jf.ChunkStore.open(f"file://{tmp_path}", model), [passages[0], passages[1], passages[0]])
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    assert again.report.hits == 1 and set(again.report.missed) == {0, 2}
+    assert all("encoded again while serving" in reason for reason in again.report.missed.values())
+
+
 def test_a_negative_count_of_new_tokens_is_refused(model, store, passages):
     with pytest.raises(ValueError, match=r"max_new_tokens is -1; use a count >= 0"):
         jf.answer(model, store, passages, "who?", SELECTOR, CONFIG, max_new_tokens=-1)

@@ -105,6 +105,11 @@ def test_a_view_that_scores_nothing_is_refused():
     assert View("none").layers == ()
 
 
+def test_a_view_takes_lists_and_stays_a_static_argument():
+    assert View("anchors", [2, 1]) == View("anchors", (2, 1)) and hash(View("anchors", [2, 1]))
+    assert View(layers=[1], fresh=3, kept=[0.5]) == View(layers=(1,), fresh=3, kept=(0.5,))
+
+
 def test_layers_count_from_zero():
     """S-07, pitfall 34: negative layers count from the end; the error lists the valid range; no layer twice."""
     assert View(layers=(2, -1, 0)).layer_indices(4) == (2, 3, 0)

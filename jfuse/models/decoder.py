@@ -5,13 +5,13 @@
 fusion and decoding call the same pieces.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,8 @@ from jfuse.types import PAD_POSITION, AnyArray, ContextCache, KVCache, LayerKV
 Params = dict[str, Any]
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Model:
     """A decoder's static description and its weights: one pytree, passed explicitly to every function.
 
@@ -37,10 +38,16 @@ class Model:
         weights_id: SHA-256 over the weights; part of every cache's fingerprint.
     """
 
-    config: ModelConfig = flax.struct.field(pytree_node=False)
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
     params: Params
-    tokenizer: Any = flax.struct.field(pytree_node=False, default=None)
-    weights_id: str = flax.struct.field(pytree_node=False, default="")
+    tokenizer: Any = dataclasses.field(metadata={"static": True}, default=None)
+    weights_id: str = dataclasses.field(metadata={"static": True}, default="")
+
+    def replace(self, **changes: Any) -> "Model":
+        """A copy with these attributes. Other weights have no `weights_id` until one is given: caches belong to it."""
+        if "params" in changes:
+            changes = {"weights_id": ""} | changes
+        return dataclasses.replace(self, **changes)
 
     @property
     def layers(self) -> tuple[Params, ...]:
@@ -74,6 +81,7 @@ class Linear(nn.Module):
 
     features: int
     bias: bool = False
+    wide: bool = False  # leave the result in float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
@@ -83,7 +91,7 @@ class Linear(nn.Module):
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(jnp.float32)[None, :]
-        return y.astype(x.dtype)
+        return y if self.wide else y.astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -159,7 +167,7 @@ class Embedder(nn.Module):
         """Declares table, final norm, and a head unless it is tied to the table."""
         self.embed, self.final_norm = Table(self.config), RMSNorm(self.config.norm_eps)
         if not self.config.tied:
-            self.head = Linear(self.config.vocab_size)
+            self.head = Linear(self.config.vocab_size, wide=True)
 
     def start(self, tokens: Int[AnyArray, " T"]) -> Float[Array, "T D"]:
         """Hidden states at the first layer."""
@@ -168,7 +176,7 @@ class Embedder(nn.Module):
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
         """Next-token logits, float32."""
         x = self.final_norm(x)
-        return self.embed.score(x) if self.config.tied else self.head(x).astype(jnp.float32)
+        return self.embed.score(x) if self.config.tied else self.head(x)
 
 
 class Rows(NamedTuple):

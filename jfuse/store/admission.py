@@ -1,4 +1,4 @@
-"""What may enter a chunk store: a chunk of consistent shapes, of the store's dtype, without NaN or infinite entries."""
+"""What may enter a chunk store: a chunk of the store's model, of consistent shapes and finite entries."""
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -19,6 +19,12 @@ def admitted(
         ValueError: says what about the chunk cannot be stored.
     """
     tokens = checked_tokens(chunk.tokens)
+    if chunk.origin is not None and chunk.origin != fingerprint.digest:
+        raise ValueError(
+            f"the chunk's origin is {chunk.origin[:12]}…, and this store holds caches of {fingerprint.digest[:12]}…: "
+            "another model or anchor rule made it. Encode it with the model that the store was opened for, "
+            "encode_chunk(model, tokens, anchor_rule=store.anchor_rule)."
+        )
     if fingerprint.kv_dtype not in KV_DTYPES:
         raise ValueError(f"chunks of dtype {fingerprint.kv_dtype} cannot be stored; use one of {', '.join(KV_DTYPES)}.")
     kv = [(np.asarray(layer.k), np.asarray(layer.v)) for layer in chunk.kv]

@@ -32,7 +32,7 @@ from jfuse.store.results import ChunkId, ChunkInfo, ChunkMiss, Lookup, Verificat
 from jfuse.store.shelf import Shelf
 from jfuse.store.tier import StoreError, Tier, Usage
 from jfuse.store.urls import tier_at
-from jfuse.types import Chunk, ChunkAnchors, LayerKV
+from jfuse.types import Chunk, ChunkAnchors, LayerKV, Origin
 
 
 class ChunkStore:
@@ -123,7 +123,8 @@ class ChunkStore:
         address is returned, and the chunk stays absent. Keep the chunk in hand until the request is done.
 
         Raises:
-            ValueError: NaN or infinite keys or values, inconsistent shapes, or another dtype than the fingerprint's.
+            ValueError: NaN or infinite keys or values, inconsistent shapes, another dtype than the fingerprint's, or a
+                chunk that another model or anchor rule made.
         """
         fingerprint = self._fingerprint("put")
         tokens, kv, score = admitted(chunk, fingerprint)
@@ -162,7 +163,8 @@ class ChunkStore:
         chunks = []
         for entry in self._used(ids):
             layers = tuple(self._layer(entry, l, values=True) for l in range(entry.num_layers))
-            chunks.append(Chunk(entry.tokens, layers, entry.anchor_score))
+            origin = Origin(entry.header.fingerprint.digest)
+            chunks.append(Chunk(entry.tokens, layers, entry.anchor_score, origin))
         return chunks
 
     def tokens(self, ids: Sequence[ChunkId]) -> list[Int32[np.ndarray, " C"]]:

@@ -34,6 +34,7 @@ from jfuse.store.folder import (
     Kept,
     check_folder,
     listed_files,
+    listed_ids,
     oldest_first,
     opened,
     stamp_of,
@@ -98,7 +99,7 @@ class FileTier:
 
     def ids(self) -> list[str]:
         """Every address in the folder, whole or not."""
-        return [chunk.id for chunk in self._contents().chunks]
+        return listed_ids(self._folder)
 
     def touch(self, id: str) -> None:
         """Sets the file's access time; its modification time stays."""

@@ -106,6 +106,14 @@ def listed_files(folder: Path, *names: re.Pattern[str]) -> tuple[list[Kept], ...
     return listed
 
 
+def listed_ids(folder: Path) -> list[str]:
+    """Addresses of the chunk files, by their names alone: a folder of many chunks is listed for every miss."""
+    try:
+        return [name.removesuffix(SUFFIX) for name in os.listdir(folder) if CHUNK_NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+
+
 def oldest_first(kept: Iterable[Kept]) -> list[Kept]:
     """In order of last use."""
     return sorted(kept, key=lambda one: one.used_ns)

@@ -40,9 +40,12 @@ class Index:
         """
         chunks, others, damaged = {}, {}, {}
         for id in self._tier.ids():
+            if id in self.chunks:
+                chunks[id] = self.chunks[id]
+                continue
             stamp = self._tier.stamp(id)
             try:
-                chunks[id] = self.chunks.get(id) or self._read(id)
+                chunks[id] = self._read(id)
             except Absent:
                 continue
             except OtherFormat as other:

@@ -4,12 +4,15 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jfuse.models.decoder import RMSNorm, logits
 from jfuse.models.families import FAMILIES, config_from_hf
 from jfuse.models.params import count_params, random_params, shape_params
 from jfuse.models.public import PUBLIC_CONFIGS, public_config
-from jfuse.models.tiny import tiny_config
+from jfuse.models.tiny import tiny_config, tiny_model
 
 LLAMA, MISTRAL = PUBLIC_CONFIGS["Llama-3.1-8B"], PUBLIC_CONFIGS["Mistral-7B-v0.3"]
 QWEN2, QWEN3, PHI = PUBLIC_CONFIGS["Qwen2.5-7B"], PUBLIC_CONFIGS["Qwen3-8B"], PUBLIC_CONFIGS["Phi-4"]
@@ -49,6 +52,17 @@ def test_shapes_are_those_of_real_parameters(family, tied):
         lambda leaf: (leaf.shape, leaf.dtype), shape_params(config)
     )
     assert ("head" in params) != tied
+
+
+def test_logits_of_an_untied_head_are_not_rounded_to_bfloat16():
+    """Products of bfloat16 weights and states, summed in float32 and left there, as a tied head's are."""
+    model = tiny_model(jax.random.key(0), tied=False, dtype=jnp.bfloat16)
+    hidden = jax.random.normal(jax.random.key(1), (5, model.config.width), jnp.bfloat16)
+    scores = np.asarray(logits(model.config, model.params, hidden))
+    norm = RMSNorm(model.config.norm_eps).apply({"params": model.params["final_norm"]}, hidden)
+    wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (norm, model.params["head"]["kernel"])]
+    np.testing.assert_allclose(scores, wide[0] @ wide[1], rtol=1e-4, atol=1e-5)
+    assert (scores != scores.astype(jnp.bfloat16).astype(np.float32)).mean() > 0.5
 
 
 def test_explicit_fields_come_before_derived_ones():

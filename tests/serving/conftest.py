@@ -86,6 +86,7 @@ class Wrapped:
 
     def __init__(self, source, before):
         self.source, self.before, self.tokens = source, before, source.tokens
+        self.anchor_rule = source.anchor_rule
 
     def tier(self, i):
         return self.source.tier(i)

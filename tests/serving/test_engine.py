@@ -10,6 +10,9 @@ import pytest
 from jfuse.engine import Engine, QueueFull
 from jfuse.evals.load_test import Outcome, end_to_end, load_point, poisson, replay, throughput
 from jfuse.jobs import FusionJob, PrefillJob
+from jfuse.pipeline import serve
+from jfuse.selectors import learned
+from jfuse.selectors.learned import ScoreWeights
 from jfuse.stitch import make_layout, prefix_tokens
 from tests.serving.conftest import SELECTORS, Wrapped
 
@@ -236,6 +239,24 @@ def test_poisson_arrivals_are_seeded_and_have_their_rate():
 def fused(kit, name, source=None, **options):
     make = source or (lambda: kit.stored())
     return FusionJob(kit.model, make, kit.question, SELECTORS[name], kit.config(), prefix=kit.prefix, **options)
+
+
+def test_a_learned_selector_brings_its_weights_into_the_engine(kit):
+    selector = learned((1, 3))
+    weights = ScoreWeights(np.ones(2, np.float32), np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4)))
+
+    def chosen(params):
+        finish = lambda served: np.asarray(served.selection.recompute)  # noqa: E731
+        options = {"prefix": kit.prefix, "params": params, "finish": finish}
+        with Engine() as engine:
+            job = FusionJob(kit.model, kit.stored, kit.question, selector, kit.config(), **options)
+            return engine.submit(job).result()
+
+    direct = serve(
+        kit.model, kit.stored(), kit.question, selector, kit.config(), prefix=kit.prefix, params=weights
+    ).selection.recompute
+    np.testing.assert_array_equal(chosen(weights), direct)
+    assert not np.array_equal(chosen(None), direct)
 
 
 def prefilled(kit):

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import jfuse as jf
+from jfuse.anchors import sink
 from jfuse.costs import needed_layers, selection_bytes
 from jfuse.generate import prefill_query
 from jfuse.pipeline import begin
-from jfuse.sources import Lost
+from jfuse.sources import Lost, StoredChunks
 from jfuse.throttle import Throttle
 from jfuse.types import LayerKV
 from tests.serving.conftest import SELECTORS, Wrapped, same_bits
@@ -225,6 +226,21 @@ def test_two_lost_chunks_and_one_that_stays_lost(kit):
     source.before = always
     with pytest.raises(Lost, match="chunk 1 of the request.*gone"):
         kit.serve(source)
+
+
+def test_a_lost_chunk_is_encoded_with_the_anchor_rule_of_its_store(kit):
+    store = jf.ChunkStore.open("memory://", kit.model, anchor_rule=sink())
+    own = [jf.encode_chunk(kit.model, chunk.tokens, anchor_rule=sink()) for chunk in kit.chunks]
+    source = Wrapped(StoredChunks(store, [store.put(chunk) for chunk in own]), lambda i, l: None)
+
+    def before(i, l):
+        if l >= 1 and i == 2 and i not in source.source.computed:
+            raise Lost(i, "gone")
+
+    source.before = before
+    assert set(kit.serve(source).lost) == {2}
+    np.testing.assert_array_equal(source.source.computed[2].anchor_score, own[2].anchor_score)
+    assert not np.array_equal(own[2].anchor_score, kit.chunks[2].anchor_score)
 
 
 def test_a_request_that_is_stopped_ends_at_the_next_layer(kit):

@@ -94,7 +94,7 @@ def test_the_picture_of_a_request(events, tmp_path):
 class OneChunk:
     """A source of one chunk of 1,000 bytes a layer."""
 
-    tokens, waits = [np.arange(5)], False
+    tokens, waits, anchor_rule = [np.arange(5)], False, None
 
     def tier(self, i):
         return "disk"
