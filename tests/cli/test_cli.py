@@ -173,8 +173,10 @@ def test_profile_then_answer_with_it(as_json, run, folder, passages, tmp_path, s
     sample |= {"chunks": [{"title": "", "text": p["text"]} for p in PASSAGES], "gold": [0], "spans": [[4, 8]]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample))
     found = as_json(
-        "profile", "--samples", "samples.jsonl", "--model", folder, "--top", 1, "--out", "deep/profile.json"
+        *("profile", "--samples", tmp_path / "samples.jsonl", "--model", folder),
+        *("--top", 1, "--out", "deep/profile.json"),
     )
+    assert found["data"] == "samples.jsonl"
     profile = load_profile(model, "deep/profile.json")
     assert found["critical_layers"] == list(profile.critical_layers(1))
     assert found["recall"] == list(profile.recall) and len(profile.recall) == 2
