@@ -12,9 +12,10 @@ import numpy as np
 import setting
 
 import jfuse
+from jfuse.account import make_report
 from jfuse.config import FusionConfig
 from jfuse.evals.latency import interleave, summary
-from jfuse.pipeline import make_report, serve
+from jfuse.pipeline import serve
 from jfuse.report import Report
 from jfuse.selectors import relaxkv, relaxkv_full_prefix
 from jfuse.sources import ResidentChunks

@@ -44,30 +44,25 @@ def main() -> None:
 
 
 def draw(rows: list[dict[str, Any]]) -> "Figure":
-    """Quality against work, a panel per task, one legend below."""
+    """Quality against work, a panel per task."""
     label = "share of the KL gap closed"
     axes = panels(
         rows, "task", lambda own, ax: quality_against_work(own, quality="kl_closed", label=label, ax=ax), columns=2
     )
-    figure = figure_of(axes)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    for one in figure.axes:
-        if (legend := one.get_legend()) is not None:
-            legend.remove()
-    figure.set_layout_engine("constrained")
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    return figure
+    return figure_of(axes)
 
 
 def page(run: Run) -> str:
     """The tables in Markdown."""
     settings, samples = run.manifest["settings"], {cell.task: cell.n for cell in run.cells}
     counted = ", ".join(f"{task} {n}" for task, n in samples.items())
-    left = f" {run.incomplete} further samples were begun and do not count." if run.incomplete else ""
+    left = f" Begun, not complete, and not counted: {run.incomplete}." if run.incomplete else ""
+    if run.left_out:
+        left += f" Measured on fewer samples, and not shown: {', '.join(run.left_out)}."
     parts = [
         "# Selectors on the embedded model",
         f"{', '.join(settings['models'])} in {settings['dtype']}; samples: {counted}.{left} Made by "
-        "`jfuse eval --config benchmarks/study.yaml --out runs/study`, then `python benchmarks/study.py runs/study`.",
+        f"`{run.manifest['command']}`, then `python benchmarks/study.py runs/study`.",
         "Cells: mean, then the share of the way from reuse to full prefill with its 95 % bootstrap interval, then the "
         "number of samples. A share is blank where full prefill leads reuse by less than two standard errors. "
         "Realised: share of layer-token states that were recomputed, which decides what a method costs; compare "

@@ -10,9 +10,10 @@ import numpy as np
 import setting
 
 import jfuse
+from jfuse.account import make_report
 from jfuse.config import FusionConfig
 from jfuse.evals.latency import interleave, summary
-from jfuse.pipeline import ResidentChunks, make_report, serve
+from jfuse.pipeline import ResidentChunks, serve
 from jfuse.profile import load_profile
 from jfuse.selectors import qcfuse
 from jfuse.stitch import make_layout

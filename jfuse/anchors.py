@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import anchor_offsets
+from jfuse.config import anchor_offsets, check_choice
 from jfuse.pallas.attention_mass import attention_mass
 from jfuse.types import PAD_POSITION, Chunk, ChunkAnchors, LayerKV
 
@@ -92,7 +92,11 @@ def knorm(keep: Literal["small", "large"] = "small") -> AnchorRule:
     """The keys of small norm, averaged over KV heads (kvpress; the QCFuse paper does not state the direction).
 
     RoPE does not change norms. QCFuse averages over layers too: `shared(knorm())`.
+
+    Raises:
+        ValueError: `keep` is neither.
     """
+    check_choice("keep", keep, ("small", "large"))
     sign = {"small": -1.0, "large": 1.0}[keep]
 
     def score(states: LayerStates) -> Float[Array, " T"]:

@@ -36,8 +36,7 @@ class View:
         # A view is a static argument of jit; lists would not hash.
         object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
         object.__setattr__(self, "kept", tuple(self.kept))
-        if self.tokens not in get_args(TokenView):
-            raise ValueError(f"View.tokens is {self.tokens!r}; use one of {', '.join(get_args(TokenView))}.")
+        check_choice("View.tokens", self.tokens, get_args(TokenView))
         if self.tokens != "none" and self.layers == ():
             raise ValueError(
                 f"View.tokens is {self.tokens!r}, but View.layers is empty, so nothing would be scored; "
@@ -107,15 +106,30 @@ def checked_ratio(ratio: float | int, *, name: str = "ratio") -> float:
     return float(ratio)
 
 
+def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuses a setting outside its choices.
+
+    Raises:
+        ValueError: names the setting, the value and the choices.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, allowed))}.")
+
+
 def budget(rule: BudgetRule, ratio: float | int, n: int) -> int:
     """How many of `n` positions a ratio buys, exactly, by the method's own rounding rule (methods differ).
 
     The ratio is read as the fraction with denominator up to 10^6 that is nearest, so that 0.29 of 100 is 29 and 1/3
-    of 3 is 1. The `_min1` rules give at least one position for a positive ratio.
+    of 3 is 1. The `_min1` rules give at least one position for a positive ratio. Selectors that count otherwise have
+    no such rule: `budget_for` is right for all.
 
     >>> budget("floor_min1", 0.29, 100), budget("floor_min1", 1 / 3, 3), budget("floor_min1", 0.05, 9)
     (29, 1, 1)
+
+    Raises:
+        TypeError, ValueError: an unknown rule, or a ratio that is no number from 0 to 1.
     """
+    check_choice("rule", rule, get_args(BudgetRule))
     exact = Fraction(checked_ratio(ratio)).limit_denominator(10**6) * n
     base, _, least = rule.partition("_min")
     count = {"floor": math.floor, "ceil": math.ceil, "round_half_even": round}[base](exact)

@@ -1,5 +1,6 @@
 """The main job in one call: the embedded model answers questions over real passages, every way side by side.
 
+It belongs to that model: the questions were chosen with it, and the figures of all candidates are its own.
 Full prefill, direct reuse and QCFuse meet the same token ids. Questions are the first of a fixed, seeded list that full
 prefill answers rightly (`examples/make_questions.py` makes that list without looking at a selector); beside them
 stand the figures of all candidates.
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
+from jfuse.account import make_report
 from jfuse.anchors import default_rule
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig
 from jfuse.evals.data import Sample
 from jfuse.evals.fidelity import answer_logits, answer_nll, kl_divergence
+from jfuse.evals.methods import FULL, REUSE
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.quotes import quote_sample
 from jfuse.evals.ruler import needle_sample
@@ -28,7 +31,6 @@ from jfuse.pipeline import (
     StoredChunks,
     encode_prefix,
     full_prefill,
-    make_report,
     serve,
 )
 from jfuse.plot import figure_of, quality_against_ttft
@@ -70,7 +72,7 @@ def methods(model: Model, ratios: Sequence[float] = (0.1, 0.3, 0.5)) -> list[Met
     """Full prefill, direct reuse, and QCFuse on the model's profiled critical layers at each ratio."""
     selector = qcfuse(load_profile(model).critical_layers())
     rows = [Method("qcfuse", ratio, selector) for ratio in ratios]
-    return [Method("full prefill", 1.0), Method("reuse", 0.0, reuse()), *rows]
+    return [Method(FULL, 1.0), Method(REUSE, 0.0, reuse()), *rows]
 
 
 def candidate(model: Model, task: str, seed: int) -> Sample:
@@ -170,6 +172,7 @@ def run(
     """Runs the demo: prepares the store, asks, and writes `demo.json` and `demo.png` into `out`.
 
     Args:
+        model: the embedded one, in any dtype.
         questions: how many of the kept candidates are asked, in seed order.
 
     Returns:
@@ -178,6 +181,7 @@ def run(
 
     Raises:
         ValueError: `questions` outside 1..number of kept candidates, or a ratio outside [0, 1].
+        LookupError: another model, for which jfuse ships no profile.
     """
     started = time.perf_counter()
     known = json.loads(QUESTIONS.read_text(encoding="utf-8"))

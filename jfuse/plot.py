@@ -129,34 +129,48 @@ def pair() -> tuple[Axes, Axes]:
 
 
 def panels(rows: Sequence[Row], by: str, draw: Callable[[Sequence[Row], Axes], object], *, columns: int = 3) -> Axes:
-    """Small multiples: `draw` on one panel per value of the field `by`; the first panel's axes come back."""
+    """Small multiples: `draw` on one panel per value of the field `by`; the first panel's axes come back.
+
+    One legend below names what any panel shows; a panel may lack a method, or have no clear gap and be empty.
+    """
     values = list(dict.fromkeys(row[by] for row in rows))
     columns = max(1, min(columns, len(values)))
     height = -(-max(len(values), 1) // columns)
     figure = Figure(figsize=(4.4 * columns, 3.4 * height), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False).flatten()
-    for index, (value, ax) in enumerate(zip(values, axes, strict=False)):
+    shown: dict[str, Any] = {}
+    for value, ax in zip(values, axes, strict=False):
         draw([row for row in rows if row[by] == value], ax)
         ax.set_title(str(value), fontsize="medium")
-        if index and ax.get_legend() is not None:
-            ax.get_legend().remove()  # the first panel's is enough
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+        if (legend := ax.get_legend()) is not None:
+            legend.remove()
+    if len(shown) > 1:
+        place = {"loc": "outside lower center", "ncols": min(len(shown), 4)}
+        figure.legend(shown.values(), shown.keys(), frameon=False, fontsize="small", **place)
     for ax in axes[len(values) :]:
         ax.set_visible(False)
     return axes[0]
 
 
 def bars(rows: Sequence[Row], *, x: str, y: str, by: str, ylabel: str, ax: Axes | None = None) -> Axes:
-    """Groups of bars, one group per value of `x` and one bar per value of `by`, in its method's colour."""
+    """Groups of bars, one group per value of `x` and one bar per value of `by`, in its method's colour.
+
+    Whiskers are those of `lines`.
+    """
     ax = Figure(figsize=(6, 3.6), layout="constrained").subplots() if ax is None else ax
     groups, names = (list(dict.fromkeys(row[field] for row in rows)) for field in (x, by))
     width = 0.8 / max(len(names), 1)
     shades = _shades(names)
     for index, name in enumerate(names):
-        own = {row[x]: row[y] for row in rows if row[by] == name and row[y] is not None}
+        own = {row[x]: row for row in rows if row[by] == name and row[y] is not None}
         at = [place + (index - (len(names) - 1) / 2) * width for place, group in enumerate(groups) if group in own]
-        heights = [own[group] for group in groups if group in own]
+        drawn = [own[group] for group in groups if group in own]
         fill, hatch = shades[name]
-        ax.bar(at, heights, width, label=str(name), color=fill, hatch=hatch, edgecolor="white", linewidth=0.4)
+        style = {"label": str(name), "color": fill, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+        whiskers = {"yerr": _whiskers(drawn, y), "capsize": 2, "error_kw": {"elinewidth": 0.8}}
+        ax.bar(at, [row[y] for row in drawn], width, **style, **whiskers)
     ax.set_xticks(range(len(groups)), [str(group) for group in groups])
     _finish(ax, "", ylabel)
     _legend_above(ax, 3, ax.get_legend_handles_labels()[0])

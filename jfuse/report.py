@@ -11,7 +11,7 @@ from jfuse.timeline import Event, Transfer, transfers
 
 @dataclass(frozen=True)
 class Report:
-    """The account of one request. Times are in seconds on the host, bytes as read from the store.
+    """The account of one request; printed, it is a short table. Times are seconds on the host, bytes as read.
 
     Attributes:
         ratio: the nominal ratio; `realised_ratio` is the share of layer-token states that were recomputed.
@@ -44,7 +44,7 @@ class Report:
     ttft: float = 0.0
     compilations: int = 0
     fallbacks: tuple[str, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = field(default=(), repr=False)
     full_prefill_estimate: float = 0.0
 
     @property
@@ -67,11 +67,44 @@ class Report:
         """What to do instead, or nothing."""
         if not self.full_prefill_faster:
             return ""
-        loading = sum(part.seconds for part in self.transfers)
-        return (
+        slower = (
             f"full prefill would take about {self.full_prefill_estimate:.2f} s, less than this request's "
-            f"{self.ttft:.2f} s (of which loading took {loading:.2f} s); use a faster tier, or do not fuse."
+            f"{self.ttft:.2f} s"
         )
+        once = ["compiled programs"] if self.compilations else []
+        once += ["encoded chunks"] if self.missed else []
+        if once:
+            return f"{slower}; but it {' and '.join(once)}, which the next one need not: judge by that one."
+        loading = sum(part.seconds for part in self.transfers)
+        return f"{slower} (of which loading took {loading:.2f} s); use a faster tier, or do not fuse."
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """The account for people: names and values, in the order of a request."""
+        most, states = max(self.rows, default=0), f"{self.realised_ratio:.1%} of the layer states"
+        return [
+            ("selector", f"{self.selector}, ratio {self.ratio:g}, budget {self.budget}"),
+            ("recomputed", f"{most} of {self.num_context} positions, {states}"),
+            ("tokens", f"{self.num_prefix} prefix, {self.num_context} context, {self.num_query} query"),
+            ("chunks", f"{self.hits} from the store, {len(self.missed)} encoded now, {len(self.skipped)} empty"),
+            ("read before selecting", _megabytes(self.selection_bytes)),
+            ("read in all", _megabytes(self.total_bytes)),
+            ("speed-up that FLOPs allow", f"{self.flop_limit:.2f}x over full prefill"),
+            ("time to first token", f"{_milliseconds(self.ttft)}, with {self.compilations} compilations"),
+            *((f"  {stage}", _milliseconds(spent)) for stage, spent in self.stages.items() if stage != "decode"),
+            ("decoding", _milliseconds(self.stages.get("decode", 0.0))),
+            *(
+                (f"{part.tier} for {part.stage}", f"{_megabytes(part.num_bytes)} in {_milliseconds(part.seconds)}")
+                for part in self.transfers
+            ),
+            *(("missed", f"chunk {index}: {reason}") for index, reason in self.missed.items()),
+            *(("fallback", reason) for reason in self.fallbacks),
+            *((("advice", self.advice),) if self.advice else ()),
+        ]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with what follows from them."""
@@ -85,6 +118,14 @@ class Report:
             "full_prefill_faster": self.full_prefill_faster,
             "advice": self.advice,
         }
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
 
 
 class Compilations:

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jfuse.config import TokenView
+from jfuse.config import TokenView, check_choice
 from jfuse.fingerprint import Fingerprint
 from jfuse.models.decoder import Model
 from jfuse.models.load import read_json
@@ -26,6 +26,7 @@ from jfuse.types import AnyArray, Evidence
 
 FORMAT_VERSION = 1
 SETTINGS, WEIGHTS = "learned.json", "weights"
+Learnt = Literal["heads", "layers", "both"]
 
 
 class Example(NamedTuple):
@@ -53,17 +54,26 @@ def example(evidence: Evidence, answer: Int[AnyArray, " E"], *, denominator: Den
     Args:
         answer: context positions of the answer's tokens, the prefix not counted (`Prompt.evidence`).
         denominator: that of the selector which is to use the weights.
+
+    Raises:
+        ValueError: a position outside the context.
     """
-    context = np.asarray(evidence.segments) >= 0
+    context, at = np.asarray(evidence.segments) >= 0, np.asarray(answer, int)
+    num_context = int(context.sum())
+    if len(at) and not 0 <= at.min() <= at.max() < num_context:
+        raise ValueError(
+            f"answer holds positions {at.min()} to {at.max()}; use 0 to {num_context - 1}, counted from the first "
+            "context token."
+        )
     span = np.zeros(len(context), bool)
-    span[np.flatnonzero(context)[np.asarray(answer, int)]] = True
+    span[np.flatnonzero(context)[at]] = True
     return Example(np.asarray(_features(evidence, denominator)), span, context)
 
 
 def fit(
     examples: Iterable[Example],
     *,
-    learn: Literal["heads", "layers", "both"] = "heads",
+    learn: Learnt = "heads",
     steps: int = 120,
     learning_rate: float = 0.02,
 ) -> Fit:
@@ -73,8 +83,9 @@ def fit(
     "layers" are convex problems; "both" is not, and gains nothing that "heads" cannot express.
 
     Raises:
-        ValueError: no example with a marked position.
+        ValueError: no example with a marked position, or an unknown `learn`.
     """
+    check_choice("learn", learn, get_args(Learnt))
     all_examples = list(examples)
     marked = [one for one in all_examples if np.asarray(one.span).any()]
     if not marked:

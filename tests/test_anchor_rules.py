@@ -1,5 +1,7 @@
 """Anchor rules against plain NumPy: sink, key norms, H2O, KVzip with and without teacher forcing, shared sets."""
 
+import inspect
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,6 +50,11 @@ def test_key_norm(model, keep):
     kept = anchor_offsets(score, 0.2)
     order = np.argsort(norms if keep == "small" else -norms, axis=1)[:, :5]
     np.testing.assert_array_equal(kept, np.sort(order, axis=1))
+
+
+def test_norms_to_keep_are_small_or_large():
+    with pytest.raises(ValueError, match="keep is 'big'; use one of 'small', 'large'"):
+        inspect.unwrap(anchors.knorm)("big")  # without the type hook of the tests, which would refuse first
 
 
 def test_h2o(model):

@@ -1,5 +1,6 @@
 """Ratios, budgets, layer lists and buckets: exact numbers, and refusals that name value, range and remedy."""
 
+import inspect
 from fractions import Fraction
 
 import numpy as np
@@ -95,6 +96,8 @@ def test_unknown_choices_are_refused():
         FusionConfig(implementation="cuda")
     with pytest.raises((ValueError, TypeError), match="everything"):
         View(tokens="everything")
+    with pytest.raises(ValueError, match="rule is 'flor'; use one of 'floor_min1', 'floor'"):
+        inspect.unwrap(budget)("flor", 0.5, 10)  # without the type hook of the tests, which would refuse first
 
 
 def test_a_view_that_scores_nothing_is_refused():

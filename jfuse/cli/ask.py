@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfuse.cli.command import DEFAULT_STORE, ModelCommand, as_megabytes, as_milliseconds, make_table
+from jfuse.cli.command import DEFAULT_STORE, ModelCommand, make_table
 from jfuse.cli.store import encode_missing, find_ids, needed_tokenizer, open_existing
 
 if TYPE_CHECKING:
@@ -154,25 +154,4 @@ def check_new_tokens(count: int) -> None:
 
 def report_table(report: "Report") -> Any:
     """A request's account for people."""
-    most = max(report.rows, default=0)
-    recomputed = f"{most} of {report.num_context} positions, {report.realised_ratio:.1%} of the layer states"
-    rows = [
-        ("selector", f"{report.selector}, ratio {report.ratio:g}"),
-        ("recomputed", recomputed),
-        ("tokens", f"{report.num_prefix} prefix, {report.num_context} context, {report.num_query} query"),
-        ("chunks", f"{report.hits} from the store, {len(report.missed)} encoded now, {len(report.skipped)} empty"),
-        ("read before selecting", as_megabytes(report.selection_bytes)),
-        ("read in all", as_megabytes(report.total_bytes)),
-        ("speed-up that FLOPs allow", f"{report.flop_limit:.2f}x over full prefill"),
-        ("time to first token", f"{as_milliseconds(report.ttft)}, with {report.compilations} compilations"),
-        *((f"  {stage}", as_milliseconds(seconds)) for stage, seconds in report.stages.items() if stage != "decode"),
-        ("decoding", as_milliseconds(report.stages.get("decode", 0.0))),
-        *(
-            (f"{part.tier} for {part.stage}", f"{as_megabytes(part.num_bytes)} in {as_milliseconds(part.seconds)}")
-            for part in report.transfers
-        ),
-        *(("missed", f"chunk {index}: {reason}") for index, reason in report.missed.items()),
-        *(("fallback", reason) for reason in report.fallbacks),
-        *((("advice", report.advice),) if report.advice and not report.compilations else ()),
-    ]
-    return make_table(("report", ""), rows)
+    return make_table(("report", ""), report.lines)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jfuse.cli.command import DEFAULT_MODEL, Command, as_milliseconds, make_table, working
+from jfuse.cli.command import Command, as_milliseconds, make_table, working
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,6 @@ class Demo(Command):
 
     example = "jfuse demo --questions 3 --ratios 0.1 0.5"
 
-    model: str = DEFAULT_MODEL
-    """An alias, a folder, a .gguf file, or a Hugging Face id; one whose critical layers are known."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and caches; auto is float32 on a CPU, bfloat16 on an accelerator."""
     store: str = "runs/demo/store"
@@ -30,12 +28,12 @@ class Demo(Command):
         """Runs the demo and prints its table."""
         from jfuse.config import checked_ratio
         from jfuse.demo import run
-        from jfuse.models.resolve import load_model
+        from jfuse.models.resolve import EMBEDDED, load_model
 
         for ratio in self.ratios:
             checked_ratio(ratio, name="ratios")
-        with working(f"Loading {self.model} ..."):
-            model = load_model(self.model, dtype=self.dtype)
+        with working(f"Loading {EMBEDDED} ..."):
+            model = load_model(EMBEDDED, dtype=self.dtype)
         result = run(model, store=self.store, out=self.out, questions=self.questions, ratios=self.ratios)
         self.show(result, *report(result, self.out))
         return 0

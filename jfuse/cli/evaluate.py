@@ -175,6 +175,8 @@ def report(run: "Run", out: Path, added: int) -> list[Any]:
     left = f" {run.incomplete} samples are not complete and do not count." if run.incomplete else ""
     if run.too_long:
         left += f" {run.too_long} samples are longer than the model serves and were left out."
+    if run.left_out:
+        left += f" Not shown, for they lack samples that count: {', '.join(run.left_out)}; name them to complete them."
     return [*tables, f"{added} runs added.{left} Written: {out}/metrics.json, metrics.csv."]
 
 

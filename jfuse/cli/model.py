@@ -59,7 +59,7 @@ class Profile(ModelCommand):
         prompts = [make_prompt(sample, tokenizer) for sample in self.draw(model)]
         if self.top > model.config.num_layers:
             raise ValueError(f"top is {self.top}; use 1 to {model.config.num_layers}, the model's layers.")
-        data = str(self.samples) if self.samples else f"{self.task}, {self.length} tokens"
+        data = self.samples.name if self.samples else f"{self.task}, {self.length} tokens"
         bar = tqdm(prompts, desc="profiling", unit="question", disable=None)
         profile = profile_layers(model, bar, data=data)
         layers = critical_layers(profile.recall, self.top)

@@ -1,4 +1,7 @@
-"""What a run was made with: versions, machine, command and settings. No user names, no paths, no credentials."""
+"""What a run was made with: versions, machine, command and settings. No user names, no credentials.
+
+Paths are cut to their last part. Relative ones stay in the command, so that it can be typed again in the same folder.
+"""
 
 import platform
 import re
@@ -42,7 +45,7 @@ def about(settings: Settings, command: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def without_folders(word: str) -> str:
-    """A word of a command line with paths cut to their last part and secrets blotted out.
+    """A word of a command line with absolute paths cut to their last part and secrets blotted out.
 
     >>> without_folders("/home/ann/models/qwen.gguf"), without_folders("Qwen/Qwen3-8B"), without_folders("--token=ab12")
     ('qwen.gguf', 'Qwen/Qwen3-8B', '***')

@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jfuse.evals.records import KEY, MANIFEST, ROWS, TIMINGS, Row, key_of, read_rows, write_json
-from jfuse.evals.summary import BETTER, OTHERS, RESAMPLES, Cell, Pair, as_row, averages, cells, incomplete, pairs
+from jfuse.evals.summary import (
+    BETTER,
+    OTHERS,
+    RESAMPLES,
+    Cell,
+    Pair,
+    as_row,
+    averages,
+    cells,
+    incomplete,
+    left_out,
+    pairs,
+)
 
 METRICS, TABLE = "metrics.json", "metrics.csv"
 
@@ -26,6 +38,7 @@ class Run(NamedTuple):
     pairs: list[Pair]
     incomplete: int  # samples that do not count yet, because a planned method is missing
     too_long: int = 0  # samples that their model could not serve, left out for every method
+    left_out: Sequence[str] = ()  # methods of earlier goes, by key, that lack samples which count
 
 
 def read_run(folder: str | Path, *, compared: Sequence[str] | None = None) -> Run:
@@ -46,7 +59,8 @@ def read_run(folder: str | Path, *, compared: Sequence[str] | None = None) -> Ru
     planned = manifest.get("planned")
     too_long = sum(map(len, manifest.get("too_long", {}).values()))
     compared_pairs = pairs(rows, planned, methods=compared)
-    return Run(manifest, rows, cells(rows, planned), compared_pairs, incomplete(rows, planned), too_long)
+    unfinished, hidden = incomplete(rows, planned), left_out(rows, planned)
+    return Run(manifest, rows, cells(rows, planned), compared_pairs, unfinished, too_long, hidden)
 
 
 def write_results(folder: str | Path, *, compared: Sequence[str] | None = None) -> Run:
@@ -65,18 +79,22 @@ def as_metrics(run: Run) -> dict[str, Any]:
     """The shape of lm-evaluation-harness: `results[name]["measure,none"]`, a name being task, method and ratio."""
     many = len({cell.model for cell in run.cells}) > 1
     names = {_name(cell, many): cell for cell in run.cells}
-    tasks = run.manifest["identity"]["tasks"]
+    tasks, limit = run.manifest["identity"]["tasks"], run.manifest["settings"]["limit"]
+    drawn: dict[tuple[str, str], set[str]] = {}
+    for row in run.rows:
+        drawn.setdefault((row["model"], row["task"]), set()).add(row["id"])
     return {
         "results": {name: _result(name, cell) for name, cell in names.items()},
         "configs": {name: {"task": cell.task, **tasks[cell.task]} for name, cell in names.items()},
         "versions": {name: run.manifest["identity"]["format"] for name in names},
-        "n-samples": {
-            name: {"original": run.manifest["settings"]["limit"], "effective": cell.n} for name, cell in names.items()
+        "n-samples": {  # an earlier go may have asked for more than the limit of the last one
+            name: {"original": max(limit, len(drawn[cell.model, cell.task])), "effective": cell.n}
+            for name, cell in names.items()
         },
         "higher_is_better": {name: {measure: BETTER[measure] > 0 for measure in BETTER} for name in names},
         "config": {
             "model": sorted(run.manifest["identity"]["models"]),
-            "limit": run.manifest["settings"]["limit"],
+            "limit": limit,
             "bootstrap_iters": RESAMPLES,
         },
         "pairs": [_rounded(pair._asdict()) for pair in run.pairs],
@@ -85,6 +103,7 @@ def as_metrics(run: Run) -> dict[str, Any]:
             for (model, method, ratio), value in averages(run.cells).items()
         ],
         "incomplete": run.incomplete,
+        "left_out": list(run.left_out),
     }
 
 

@@ -4,7 +4,8 @@ Read `evaluate` from top to bottom: plan, then sample by sample (the first of ev
 so that a run that is stopped early has measured all methods on the same samples. `summary` reads what it leaves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def evaluate(
         too_long[plan.name] = plan.too_long
         more = {"planned": plan.planned, "too_long": too_long}
         with Records(out, plan.identity, about=about(settings, command) | more) as records:
+            so_far = ScoreSoFar(records.rows.values())
             todo = [item._replace(methods=_missing(plan.name, item, records)) for item in plan.items]
             todo = [item for item in todo if item.methods]
             total = sum(len(item.methods) for item in todo)
@@ -75,7 +77,8 @@ def evaluate(
                     )
                     for row, seconds in rows:
                         records.add(row, seconds)
-                        bar.set_postfix_str(_score_so_far(row, records), refresh=False)
+                        if not bar.disable:
+                            bar.set_postfix_str(so_far.add(row), refresh=False)
                         bar.update()
                         added += 1
     return added
@@ -177,12 +180,24 @@ def _fits(model: Model, prompt: Prompt, new_tokens: int) -> bool:
     return True
 
 
-def _score_so_far(row: Row, records: Records) -> str:
-    """The share of the KL gap that the row's method has closed so far on the row's task."""
-    where, how = (row["model"], row["task"]), (row["method"], row["ratio"])
-    same = [other for other in records.rows.values() if (other["model"], other["task"]) == where]
-    kl = {other["id"]: other["kl"] for other in same if (other["method"], other["ratio"]) == how}
-    own = sum(kl.values())
-    reuse = sum(other["kl"] for other in same if other["method"] == REUSE and other["id"] in kl)
-    closed = f"{1 - own / reuse:.0%} of the KL gap closed" if reuse else "measuring the gap"
-    return f"{row['task']} {row['method']} {row['ratio']:g}: {closed}"
+class ScoreSoFar:
+    """The share of the KL gap that every method has closed so far on its task, from running sums."""
+
+    def __init__(self, rows: Iterable[Row] = ()):
+        self._reuse: dict[tuple[Any, ...], float] = {}  # by sample
+        self._sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> str:
+        """Takes a row in, and says where its method stands. Reuse, which is measured before, has to come before."""
+        sample = row["model"], row["task"], row["id"]
+        if row["method"] == REUSE:
+            self._reuse[sample] = row["kl"]
+        sums = self._sums[row["model"], row["task"], row["method"], row["ratio"]]
+        if sample in self._reuse:
+            sums[0] += row["kl"]
+            sums[1] += self._reuse[sample]
+        own, reuse = sums
+        closed = f"{1 - own / reuse:.0%} of the KL gap closed" if reuse else "measuring the gap"
+        return f"{row['task']} {row['method']} {row['ratio']:g}: {closed}"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import stats
 
-from jfuse.evals.methods import FULL, REUSE
+from jfuse.evals.methods import FULL, REUSE, Method
 from jfuse.evals.records import Row
 
 BETTER = {"kl": -1, "first_kl": -1, "nll": -1, "top1": 1, "score": 1}
@@ -67,7 +67,8 @@ def cells(rows: Iterable[Row], planned: Mapping[str, int] | None = None) -> list
 
     Args:
         planned: method keys (`Method.key`) with the number of samples each is to be measured on. Samples that lack one
-            of them are left out, and so are other methods; by default all that are found are planned for all samples.
+            of them are left out; so are other methods, unless they were measured on all samples that count
+            (`left_out` names them). By default all that are found are planned for all samples.
     """
     found = []
     for (model, task), group in _groups(rows, planned):
@@ -128,6 +129,15 @@ def incomplete(rows: Sequence[Row], planned: Mapping[str, int] | None = None) ->
     return len({(row["model"], row["task"], row["id"]) for row in rows} - used)
 
 
+def left_out(rows: Iterable[Row], planned: Mapping[str, int] | None = None) -> list[str]:
+    """Keys of methods that were measured but are not planned, and lack samples that count: `cells` has none of them."""
+    found = list(rows)
+    shown = {(*where, *method) for where, group in _groups(found, planned) for method in group}
+    hidden = [row for row in found if (row["model"], row["task"], row["method"], row["ratio"]) not in shown]
+    keys = dict.fromkeys(_key(row["method"], row["ratio"]) for row in hidden)
+    return [key for key in keys if planned and key not in planned]
+
+
 def gap(full: Float[np.ndarray, " n"], reuse: Float[np.ndarray, " n"], better: int) -> float | None:
     """How much better full prefill is than reuse, or None under two standard errors of the paired difference."""
     difference = better * (full - reuse)
@@ -145,8 +155,8 @@ def _groups(rows: Iterable[Row], planned: Mapping[str, int] | None):
         group.setdefault((row["method"], row["ratio"]), {})[row["id"]] = row
     for key, group in tables.items():
         index = {id: row["index"] for own in group.values() for id, row in own.items()}
-        limits = planned or {f"{method}@{ratio:g}": len(index) for method, ratio in group}
-        names = {f"{method}@{ratio:g}": (method, ratio) for method, ratio in group}
+        names = {_key(*method): method for method in group}
+        limits = planned or dict.fromkeys(names, len(index))
         most = max(limits.values(), default=0)  # samples beyond it are from a longer go, and count if all is there
         used = {
             id
@@ -160,9 +170,13 @@ def _groups(rows: Iterable[Row], planned: Mapping[str, int] | None):
         kept = {
             method: {id: own[id] for id in sorted(used & own.keys(), key=index.__getitem__)}
             for method, own in group.items()
-            if f"{method[0]}@{method[1]:g}" in limits
+            if _key(*method) in limits or used <= own.keys()
         }
         yield key, {method: own for method, own in kept.items() if own}
+
+
+def _key(method: str, ratio: float) -> str:
+    return Method(method, ratio).key
 
 
 def _cell(model: str, task: str, method: str, ratio: float, own: dict[str, Row], group: Group) -> Cell:

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jfuse.config import View
+from jfuse.config import View, check_choice
 from jfuse.selectors import budgets
 from jfuse.selectors.allocate import after_fresh
 from jfuse.selectors.base import Selector
 from jfuse.selectors.made_once import made_once
-from jfuse.selectors.score import check, per_layer_attention, scoring_rows
+from jfuse.selectors.score import per_layer_attention, scoring_rows
 from jfuse.types import PADDING_SEGMENT, Evidence
 
 Products = Literal["softmax", "raw"]
@@ -32,7 +32,7 @@ def a3(*, products: Products = "softmax", pool: int = 5) -> Selector:
     Raises:
         ValueError: unknown products, or a width that is even or below 1.
     """
-    check("products", products, get_args(Products))
+    check_choice("products", products, get_args(Products))
     if pool < 1 or pool % 2 == 0:
         raise ValueError(f"pool is {pool}; use an odd width >= 1.")
 

@@ -2,12 +2,12 @@
 
 from typing import Literal, NamedTuple, get_args
 
-from jfuse.config import View
+from jfuse.config import View, check_choice
 from jfuse.selectors import budgets
 from jfuse.selectors.allocate import AllocateFn, after_fresh, filtered
 from jfuse.selectors.base import Selector, SpendFn
 from jfuse.selectors.made_once import made_once
-from jfuse.selectors.score import Deviation, check, kv_deviation
+from jfuse.selectors.score import Deviation, kv_deviation
 
 Preset = Literal["code", "lmcache", "paper"]
 
@@ -49,7 +49,7 @@ def cacheblend(preset: Preset = "code", *, check_layer: int = 1, schedule: tuple
     Raises:
         ValueError: an unknown preset, a check layer below 1, or a schedule that is not falling or not the paper's.
     """
-    check("preset", preset, get_args(Preset))
+    check_choice("preset", preset, get_args(Preset))
     if check_layer < 1:
         raise ValueError(f"check_layer is {check_layer}; use a layer >= 1. At layer 0 cached entries are exact.")
     if schedule and preset != "paper":

@@ -2,10 +2,10 @@
 
 from typing import Literal, get_args
 
-from jfuse.config import View
+from jfuse.config import View, check_choice
 from jfuse.selectors.base import Selector
 from jfuse.selectors.made_once import made_once
-from jfuse.selectors.score import check, query_attention
+from jfuse.selectors.score import query_attention
 
 Preset = Literal["paper", "qcfuse"]
 
@@ -22,7 +22,7 @@ def fusionrag(preset: Preset = "paper") -> Selector:
     Raises:
         ValueError: an unknown preset.
     """
-    check("preset", preset, get_args(Preset))
+    check_choice("preset", preset, get_args(Preset))
     if preset == "paper":
         view, score = View("query", (-1,)), query_attention(denominator="context")
         return Selector(view, score, ratio=0.15, name="fusionrag", source="2601.12904, online selection")

@@ -2,10 +2,10 @@
 
 from typing import Literal, NamedTuple, get_args
 
-from jfuse.config import BudgetRule, TokenView, View
+from jfuse.config import BudgetRule, TokenView, View, check_choice
 from jfuse.selectors.base import Selector
 from jfuse.selectors.made_once import made_once
-from jfuse.selectors.score import Denominator, Rows, check, query_attention
+from jfuse.selectors.score import Denominator, Rows, query_attention
 
 Preset = Literal["paper", "qcfuse", "ucm", "kvbench"]
 
@@ -41,7 +41,7 @@ def prophetkv(preset: Preset = "paper") -> Selector:
     Raises:
         ValueError: an unknown preset.
     """
-    check("preset", preset, get_args(Preset))
+    check_choice("preset", preset, get_args(Preset))
     chosen = SETTINGS[preset]
     return Selector(
         View(chosen.tokens, None),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jfuse.config import check_choice
 from jfuse.pallas.attention_mass import Reduce, attention_mass, log_mass
 from jfuse.selectors.made_once import made_once
 from jfuse.types import PAD_POSITION, PADDING_SEGMENT, Evidence, LayerKV
@@ -38,10 +39,10 @@ def query_attention(
     Raises:
         ValueError: a setting that is not one of the above.
     """
-    check("denominator", denominator, get_args(Denominator))
-    check("heads", heads, get_args(Reduce))
-    check("rows", rows, get_args(Reduce))
-    check("scoring", scoring, get_args(Rows))
+    check_choice("denominator", denominator, get_args(Denominator))
+    check_choice("heads", heads, get_args(Reduce))
+    check_choice("rows", rows, get_args(Reduce))
+    check_choice("scoring", scoring, get_args(Rows))
 
     def score(evidence: Evidence, params: Any = None) -> Float[Array, "Lv S"]:
         return per_layer_attention(evidence, denominator, scoring_rows(evidence, scoring), heads, rows)
@@ -124,7 +125,7 @@ def kv_deviation(layers: tuple[int, ...] = (1,), *, of: Deviation = "values"):
     Raises:
         ValueError: layer 0, where cached entries are exact and every difference is rounding noise.
     """
-    check("of", of, get_args(Deviation))
+    check_choice("of", of, get_args(Deviation))
     if not layers or min(layers) < 1:
         raise ValueError(
             f"kv_deviation compares layers {layers}; use layers >= 1. At layer 0 keys and values depend on the token "
@@ -143,13 +144,3 @@ def squared_difference(fresh: LayerKV, pic: LayerKV, of: Deviation) -> Float[Arr
     pairs = [(getattr(fresh, name), getattr(pic, name)) for name in names]
     wide = [(jnp.asarray(new, jnp.float32), jnp.asarray(old, jnp.float32)) for new, old in pairs]
     return jax.tree.reduce(jnp.add, [jnp.square(new - old).sum((1, 2)) for new, old in wide])
-
-
-def check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuses a setting outside its choices.
-
-    Raises:
-        ValueError: names the setting, the value and the choices.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, allowed))}.")

@@ -173,8 +173,10 @@ def test_profile_then_answer_with_it(as_json, run, folder, passages, tmp_path, s
     sample |= {"chunks": [{"title": "", "text": p["text"]} for p in PASSAGES], "gold": [0], "spans": [[4, 8]]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample))
     found = as_json(
-        "profile", "--samples", "samples.jsonl", "--model", folder, "--top", 1, "--out", "deep/profile.json"
+        *("profile", "--samples", tmp_path / "samples.jsonl", "--model", folder),
+        *("--top", 1, "--out", "deep/profile.json"),
     )
+    assert found["data"] == "samples.jsonl"
     profile = load_profile(model, "deep/profile.json")
     assert found["critical_layers"] == list(profile.critical_layers(1))
     assert found["recall"] == list(profile.recall) and len(profile.recall) == 2
@@ -222,8 +224,11 @@ def test_convert_keeps_the_answers(as_json, run, folder):
     assert code == 1 and "not empty" in err
 
 
-def test_demo_shows_table_and_answers(run, as_json, folder, monkeypatch):
-    """The table of a given result; that result itself is made and checked by the real demo."""
+def test_demo_shows_table_and_answers(run, as_json, model, monkeypatch):
+    """The table of a given result; that result itself is made and checked by the real demo.
+
+    The demo is of the embedded model, whose questions and candidates it shows: no other can be named.
+    """
     row = {"method": "qcfuse", "ratio": 0.3, "ttft": 0.25, "stages": {"select": 0.01, "fuse": 0.2, "query": 0.04}}
     row |= {"speed_up": 2.5, "flop_limit": 3.0, "share_of_limit": 0.83, "realised_ratio": 0.3, "first_kl": 0.125}
     row |= {"nll": 0.5, "compilations": 0}
@@ -235,12 +240,14 @@ def test_demo_shows_table_and_answers(run, as_json, folder, monkeypatch):
     asked = {}
     module = importlib.import_module("jfuse.demo")
     monkeypatch.setattr(module, "run", lambda model, **options: asked.update(options) or result)
-    code, out, _ = run("demo", "--model", folder, "--ratios", 0.3, "--questions", 1)
-    assert code == 0
+    loaded = importlib.import_module("jfuse.models.resolve")
+    monkeypatch.setattr(loaded, "load_model", lambda name, *, dtype: asked.update(name=name) or model)
+    code, out, _ = run("demo", "--ratios", 0.3, "--questions", 1)
+    assert code == 0 and asked["name"] == "smollm2-135m"
     for part in ("250 ms", "2.50x", "83%", "0.125", "0.062", "0.750", "[blue] :smile:", "1 of 8 chunks"):
         assert part in out
     assert asked["ratios"] == (0.3,) and asked["questions"] == 1
-    assert as_json("demo", "--model", folder) == result
+    assert as_json("demo") == result
 
 
 # models and selectors

@@ -1,11 +1,13 @@
 """`jfuse eval` end to end on a tiny model, and what it refuses before it loads one."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from jfuse.cli import main
-from jfuse.cli.evaluate import as_duration, numbered
+from jfuse.cli.evaluate import as_duration, numbered, report
+from jfuse.evals.results import Run
 from jfuse.evals.settings import Entry, Settings, Task, from_mapping, read_yaml
 
 
@@ -96,3 +98,11 @@ def test_fresh_runs_get_a_number(tmp_path):
     (tmp_path / "run-2").mkdir()
     assert numbered(tmp_path / "run") == tmp_path / "run-3"
     assert [as_duration(seconds) for seconds in (5.0, 600.0, 9000.0)] == ["5 s", "10 min", "2.5 h"]
+
+
+def test_methods_that_are_not_shown_are_named():
+    assert "Not shown" not in report(Run({}, [], [], [], 0), Path("run"), 1)[-1]
+    assert (
+        "Not shown, for they lack samples that count: epic@0.3;"
+        in report(Run({}, [], [], [], 0, left_out=["epic@0.3"]), Path("run"), 1)[-1]
+    )

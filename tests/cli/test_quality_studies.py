@@ -39,6 +39,8 @@ def test_attention_study(as_json, folder, towns, tmp_path):
     assert result["mass"][-1]["mass"] == pytest.approx(1)
     assert [row["layer"] for row in result["overlap"]] == [0, 1]
     assert check_files(tmp_path, "attention")["mass"] == result["mass"]
+    settings = {"model": folder.name, "task": towns.name, "num_samples": 1, "dtype": "auto", "longest_request": None}
+    assert result["settings"] == settings  # all options, no folders
 
 
 @pytest.mark.slow
@@ -82,6 +84,9 @@ def test_studies_of_quality_go_on_where_they_stopped(as_json, folder, towns, tmp
     result = as_json(*asked, "--out", tmp_path)
     assert len(result["rows"]) == methods
     assert as_json(*asked, "--out", tmp_path)["rows"] == result["rows"]
+    assert result["settings"]["layers"] == [1] and result["settings"]["measure"] == "kl"
+    (manifest,) = (tmp_path / "parts").rglob("manifest.json")
+    assert json.loads(manifest.read_text())["command"].startswith("jfuse ")
     variant = f"-{arguments[1]}" if name != "tradeoff" else ""
     check_files(tmp_path, name + variant)
 

@@ -241,6 +241,20 @@ def test_methods_with_and_without_critical_layers_share_a_folder(data, tmp_path)
         run(data, tmp_path, methods=(Entry("qcfuse", (0.5,)),), limit=1, layers=(0,))
 
 
+def test_the_bar_shows_the_share_of_the_gap_that_is_closed():
+    """Running sums; a sample whose reuse is not there yet, and other tasks and ratios, do not count."""
+    where = {"model": "m", "task": "t"}
+
+    def row(id, method, ratio, kl, **other):
+        return {**where, "id": id, "method": method, "ratio": ratio, "kl": kl, **other}
+
+    so_far = running.ScoreSoFar([row("1", FULL, 1.0, 0.0), row("1", "reuse", 0.0, 1.0), row("1", "epic", 0.3, 0.2)])
+    assert so_far.add(row("2", FULL, 1.0, 0.0)).endswith("measuring the gap")
+    assert so_far.add(row("2", "reuse", 0.0, 3.0)) == "t reuse 0: 0% of the KL gap closed"
+    so_far.add(row("2", "epic", 0.5, 0.0)), so_far.add(row("1", "epic", 0.3, 9.0, task="other"))
+    assert so_far.add(row("2", "epic", 0.3, 1.0)) == "t epic 0.3: 70% of the KL gap closed"
+
+
 def test_manifest_names_no_folder_and_no_secret(whole):
     manifest = json.loads((whole / "manifest.json").read_text())
     text = json.dumps(manifest)

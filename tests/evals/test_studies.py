@@ -292,11 +292,30 @@ def test_panels_are_one_per_value():
     assert [panel.get_title() for panel in plot.figure_of(ax).get_axes()] == ["a", "b"]
 
 
+def test_panels_share_one_legend_of_all_that_any_of_them_shows():
+    """Also where the first panel is empty, because full prefill has no clear lead there."""
+    empty = [{**row, "task": "flat", "kl": None} for row in ROWS[:2]]
+    ax = plot.panels([*empty, *ROWS], "task", lambda own, ax: plot.quality_against_ttft(own, quality="kl", ax=ax))
+    figure = plot.figure_of(ax)
+    assert [panel.get_legend() for panel in figure.get_axes()] == [None] * 3
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["full prefill", "qcfuse"]
+
+
 def test_bars_tell_variants_of_one_family_apart():
     rows = [{"method": name, "task": "a", "kl": 1.0} for name in ("relaxkv", "relaxkv_g", "qcfuse")]
     ax = plot.bars(rows, x="task", y="kl", by="method", ylabel="KL")
     looks = [(patch.get_facecolor(), patch.get_hatch()) for patch in ax.patches]
     assert looks[0][0] == looks[1][0] != looks[2][0] and len(set(looks)) == 3
+
+
+def test_bars_have_whiskers_where_rows_have_them():
+    rows = [{"method": "qcfuse", "task": task, "kl": 1.0, "kl_low": 0.75, "kl_high": 1.5} for task in "ab"]
+    (bars,) = plot.bars(rows, x="task", y="kl", by="method", ylabel="KL").containers[-1:]
+    (whiskers,) = bars.errorbar[2]
+    np.testing.assert_allclose([segment[:, 1] for segment in whiskers.get_segments()], [[0.75, 1.5]] * 2)
+    bare = plot.bars([ROWS[0]], x="task", y="kl", by="method", ylabel="KL").containers
+    assert [container.errorbar for container in bare] == [None]
 
 
 def test_breakdown_bars_are_stages_one_after_another():

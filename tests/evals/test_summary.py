@@ -9,7 +9,7 @@ import pytest
 from jfuse.evals.methods import FULL
 from jfuse.evals.records import Records
 from jfuse.evals.results import markdown, write_results
-from jfuse.evals.summary import averages, cells, gap, incomplete, pairs
+from jfuse.evals.summary import averages, cells, gap, incomplete, left_out, pairs
 
 RNG = np.random.default_rng(0)
 N = 20
@@ -72,7 +72,20 @@ def test_denominators_are_equal_for_all_methods():
     assert table["mq", "a"].n == N and table["mq", "b"].n == 10 and incomplete(fewer, planned) == 0
     assert table["mq", "b"].closed["kl"].value == pytest.approx(0.75)  # over the first ten alone
     assert cells([row for row in given if row["method"] != "reuse"], planned=planned) == []
-    assert ("mq", "a") not in found(fewer, planned={name: n for name, n in planned.items() if name != "a@0.3"})
+
+
+def test_methods_of_an_earlier_go_stay_if_they_were_measured_on_all_that_counts():
+    """`--selectors a` and then `--selectors b` in one folder; what is not shown is named."""
+    planned = {f"{FULL}@1": N, "reuse@0": N, "b@0.3": N}
+    given = rows(a=REUSE_KL / 2, b=REUSE_KL / 4)
+    table = found(given, planned=planned)
+    assert table["mq", "a"].n == table["mq", "b"].n == N and left_out(given, planned) == []
+    assert [(pair.first, pair.second) for pair in pairs(given, planned)] == [("a", "b")]
+    torn = [row for row in given if (row["index"], row["method"]) != (3, "a")]
+    assert ("mq", "a") not in found(torn, planned=planned) and found(torn, planned=planned)["mq", "b"].n == N
+    assert left_out(torn, planned) == ["a@0.3"] and left_out(torn) == []
+    torn = [row for row in given if (row["index"], row["method"]) != (3, "b")]
+    assert {cell.n for cell in cells(torn, planned)} == {N - 1} and left_out(torn, planned) == []
 
 
 def test_a_smaller_limit_does_not_let_torn_samples_in():
@@ -118,14 +131,14 @@ def test_files_for_readers(tmp_path):
     """`metrics.json` in lm-evaluation-harness shape, a CSV that pandas reads in a line, a table in Markdown."""
     identity = {"format": 1, "tasks": {"mq": {"length": 1}}, "models": {"m": {}}}
     given = rows(a=REUSE_KL / 2)
-    with Records(tmp_path, identity, about={"settings": {"limit": N}}) as records:
+    with Records(tmp_path, identity, about={"settings": {"limit": N - 1}}) as records:  # an earlier go had more
         for row in given:
             records.add(row, {"seconds": 0.5, "ttft": 0.25})
     run = write_results(tmp_path)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["results"]["mq/a@0.3"]["kl_closed,none"] == 0.5
     assert metrics["results"]["mq/a@0.3"]["kl_stderr,none"] > 0
-    assert metrics["n-samples"]["mq/a@0.3"] == {"original": N, "effective": N}
+    assert metrics["n-samples"]["mq/a@0.3"] == {"original": N, "effective": N} and metrics["left_out"] == []
     assert metrics["results"].keys() == metrics["configs"].keys() == metrics["versions"].keys()
     table = pandas.read_csv(tmp_path / "metrics.csv").set_index("method")
     assert table.loc["a", "kl_closed"] == 0.5 and table.loc["a", "ttft"] == 0.25

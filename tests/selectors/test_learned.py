@@ -1,6 +1,7 @@
 """The learned score against plain NumPy; fitting, keeping and using its weights."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,8 @@ def test_training_data_is_checked():
     assert train.fit([marked, blank], steps=1).num_dropped == 1
     with pytest.raises(ValueError, match="None of the 2 examples"):
         train.fit([blank, blank])
+    with pytest.raises(ValueError, match="learn is 'head'; use one of 'heads', 'layers', 'both'"):
+        inspect.unwrap(train.fit)([marked], learn="head")  # the type hook of the tests would refuse first
 
 
 def test_loss_is_the_listwise_cross_entropy():
@@ -115,6 +118,9 @@ def test_an_example_marks_positions_of_the_context(request_, evidence):
     one = train.example(seen, np.array([0, 5, 68]))
     assert np.flatnonzero(one.span).tolist() == [9, 14, 77] and one.context.sum() == 69
     assert one.features.shape == (2, 4, 192)
+    for outside in ([0, 69], [-1]):
+        with pytest.raises(ValueError, match=rf"{outside[-1]}; use 0 to 68"):
+            train.example(seen, np.array(outside))
 
 
 def test_weights_belong_to_their_model(tmp_path, request_, choose):

@@ -8,7 +8,7 @@ import pytest
 from jfuse import selectors
 from jfuse.config import View
 from jfuse.selectors.base import Selector, select
-from jfuse.selectors.score import check, min_max, query_attention
+from jfuse.selectors.score import min_max, query_attention
 from tests import tiny
 from tests.selectors import plain
 
@@ -97,8 +97,6 @@ def test_min_max_keeps_the_order_and_a_constant_layer_is_zero(request_, evidence
 
 def test_switches_are_checked():
     """A misspelt switch is refused with its choices."""
-    with pytest.raises(ValueError, match="denominator is 'ctx'; use one of 'all', 'context'"):
-        check("denominator", "ctx", ("all", "context"))
     # Under the type hook of the tests the annotation refuses first, naming the same argument.
     for wrong in ({"denominator": "ctx"}, {"heads": "sum"}, {"rows": "min"}, {"scoring": "tail"}):
         with pytest.raises(Exception, match=next(iter(wrong))):

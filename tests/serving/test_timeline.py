@@ -74,11 +74,27 @@ def test_the_report_says_when_full_prefill_would_be_faster():
     """B-05, need 9."""
     slow = report(ttft=3.0, full_prefill_estimate=2.0, events=EVENTS)
     assert slow.full_prefill_faster and "about 2.00 s" in slow.advice and "3.00 s" in slow.advice
+    assert "use a faster tier" in slow.advice
+    once = {"compilations": 4, "missed": {1: "absent"}}
+    first = report(ttft=3.0, full_prefill_estimate=2.0, events=EVENTS, **once)
+    assert "faster tier" not in first.advice and "compiled programs and encoded chunks" in first.advice
     quick = report(ttft=3.0, full_prefill_estimate=3.5, events=EVENTS)
     assert not quick.full_prefill_faster and quick.advice == ""
     plain = slow.as_dict()
     assert plain["full_prefill_faster"] and plain["transfers"][0]["num_bytes"] == 2_000_000_000
     assert plain["events"][0] == EVENTS[0]._asdict() or plain["events"][0]["what"] == "read"
+
+
+def test_a_printed_report_is_a_short_table():
+    """What a notebook shows: stages, first token, limit; not one line per event."""
+    given = report(ttft=3.0, stages={"select": 0.5, "fuse": 2.5, "decode": 1.0}, events=EVENTS * 50, skipped=(3,))
+    lines = dict(line.split("  ", 1) for line in str(given).splitlines() if not line.startswith(" "))
+    shown = {name: value.strip() for name, value in lines.items()}
+    assert shown["selector"] == "qcfuse, ratio 0.5, budget 5" and shown["time to first token"].startswith("3,000 ms")
+    assert shown["speed-up that FLOPs allow"].startswith("2.00x")
+    assert shown["chunks"] == "2 from the store, 0 encoded now, 1 empty"
+    assert "  fuse" in str(given) and "advice" not in shown and len(str(given).splitlines()) < 20
+    assert "Event" not in repr(given)
 
 
 @pytest.mark.parametrize("events", [EVENTS, [event._asdict() for event in EVENTS], ()])

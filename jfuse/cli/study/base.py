@@ -1,5 +1,6 @@
 """What all studies share: where results go, and how data, figure and table are shown and saved."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,18 @@ class Study(ModelCommand):
         """The study's name, and which of its tables this is, so that none overwrites another."""
         return f"{self.name}-{getattr(self, self.varied)}" if self.varied else self.name
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the study was asked for, by option; where and how it is shown is left out."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in ("json", "debug", "out")}
+
     def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
-        """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code."""
+        """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code.
+
+        All options are among the data's `settings`; what a study writes there itself goes before them.
+        """
+        result = {**result, "settings": _plain(self.options | result.get("settings", {}))}
         folder = self.out or Path("runs") / "studies" / self.name
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.label_of_files}.json"
@@ -43,3 +54,14 @@ class Study(ModelCommand):
                 figure_of(axes).savefig(path.with_suffix(f".{kind}"))
         self.show(result | {"saved": str(path)}, *tables, f"Written: {path}")
         return 0
+
+
+def _plain(value: Any) -> Any:
+    """Options as JSON has them, paths cut as in manifests."""
+    from jfuse.evals.manifest import without_folders
+
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return without_folders(str(value)) if isinstance(value, str | Path) else value

@@ -1,5 +1,6 @@
 """What the studies share that compare methods on questions: tasks, limits, and tables of what was measured."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,10 +62,9 @@ class Compared(Study):
             part._replace(settings=replace(part.settings, dtype=self.dtype, layers=self.layers or part.settings.layers))
             for part in self.parts()
         ]
-        rows = run_parts(parts, (self.out or Path("runs") / "studies" / self.name) / "parts")
-        settings = {"model": self.model, "tasks": list(self.tasks), "limit": self.limit, "measure": self.measure}
-        settings |= {self.varied: getattr(self, self.varied)} if self.varied else {}
-        return self.finish({"settings": settings, "rows": rows}, self.draw(rows), rows_table(rows, self.measure))
+        folder = (self.out or Path("runs") / "studies" / self.name) / "parts"
+        rows = run_parts(parts, folder, command=["jfuse", *sys.argv[1:]])
+        return self.finish({"rows": rows}, self.draw(rows), rows_table(rows, self.measure))
 
     def asked_tasks(self) -> "tuple[Task, ...]":
         """The tasks as evaluations know them."""

@@ -9,14 +9,13 @@ import numpy as np
 
 from jfuse.config import FusionConfig
 from jfuse.evals.latency import interleave
+from jfuse.evals.methods import FULL
 from jfuse.evals.studies.parts import Row
 from jfuse.evals.studies.served import Request
 from jfuse.generate import decode, stop_ids
 from jfuse.pipeline import full_prefill, serve
 from jfuse.selectors.base import Selector
 from jfuse.sources import Source
-
-FULL = "full prefill"
 
 
 def time_breakdown(
