@@ -73,8 +73,9 @@ def page(run: Run) -> str:
     parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
     if run.pairs:
         explained = (
-            "Difference in KL between the first and the second, as a share of reuse's KL, with its 95 % bootstrap "
-            "interval; negative speaks for the first. Then the samples on which the first is closer to full prefill."
+            "Methods at one ratio, or at realised shares at most 0.02 apart. Difference in KL between the first and "
+            "the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the first. "
+            "Then the samples on which the first is closer to full prefill."
         )
         parts += ["## Pairs on the same samples", explained, pair_table(run.pairs).rstrip()]
     versions = ", ".join(f"{name} {version}" for name, version in run.manifest["versions"].items())
@@ -92,13 +93,14 @@ def average_table(run: Run) -> str:
 def pair_table(pairs: list[Pair]) -> str:
     """Difference in KL as a share of reuse's KL, a column per task; negative speaks for the first."""
     tasks = list(dict.fromkeys(pair.task for pair in pairs))
-    found: dict[tuple[float, str, str], dict[str, Pair]] = {}
+    found: dict[tuple[str, str], dict[str, Pair]] = {}
     for pair in pairs:
-        found.setdefault((pair.ratio, pair.first, pair.second), {})[pair.task] = pair
-    lines = ["| ratio | first | second | " + " | ".join(tasks) + " |", "|---|---|---|" + "---|" * len(tasks)]
-    for (ratio, first, second), own in found.items():
+        names = f"{pair.first} at {pair.first_ratio:g}", f"{pair.second} at {pair.second_ratio:g}"
+        found.setdefault(names, {})[pair.task] = pair
+    lines = ["| first | second | " + " | ".join(tasks) + " |", "|---|---|" + "---|" * len(tasks)]
+    for names, own in found.items():
         shown = [shown_pair(own[task]) if task in own else "" for task in tasks]
-        lines.append(f"| {ratio:g} | {first} | {second} | " + " | ".join(shown) + " |")
+        lines.append("| " + " | ".join((*names, *shown)) + " |")
     return "\n".join(lines) + "\n"
 
 

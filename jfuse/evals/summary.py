@@ -19,6 +19,7 @@ BETTER = {"kl": -1, "first_kl": -1, "nll": -1, "top1": 1, "score": 1}
 """Measures on which a gap is closed, and whether they should grow."""
 
 OTHERS = ("realised", "visible", "recall", "context", "ttft")
+EQUAL_WORK = 0.02
 RESAMPLES = 2000
 TINY = 1e-12  # nats
 SEED = 0
@@ -48,13 +49,14 @@ class Cell(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two methods at one ratio on the same samples; negative differences speak for the first."""
+    """Two methods at one ratio, or at equal work, on the same samples; negative differences speak for the first."""
 
     model: str
     task: str
     first: str
+    first_ratio: float
     second: str
-    ratio: float
+    second_ratio: float
     n: int
     difference: float  # mean KL of the first less that of the second, as a share of the mean KL of reuse
     low: float
@@ -80,7 +82,10 @@ def cells(rows: Iterable[Row], planned: Mapping[str, int] | None = None) -> list
 def pairs(
     rows: Iterable[Row], planned: Mapping[str, int] | None = None, *, methods: Sequence[str] | None = None
 ) -> list[Pair]:
-    """Every two methods at one ratio, on the samples that both were measured on.
+    """Every two methods at one ratio or at equal work, on the samples that both were measured on.
+
+    Equal work: mean realised shares at most `EQUAL_WORK` apart. Nominal ratios mean different work for methods that
+    choose layer by layer.
 
     Args:
         methods: only these; all by default.
@@ -91,7 +96,7 @@ def pairs(
         for i, first in enumerate(keys):
             for second in keys[i + 1 :]:
                 ids = [id for id in group[first] if id in group[second]]
-                if first[1] == second[1] and len(ids) > 1:
+                if len(ids) > 1 and (first[1] == second[1] or _equal_work(group[first], group[second], ids)):
                     found.append(_pair(model, task, first, second, ids, group))
     return found
 
@@ -210,12 +215,19 @@ def _share(
     return Share(value, low, high)
 
 
+def _equal_work(first: dict[str, Row], second: dict[str, Row], ids: list[str]) -> bool:
+    if any(own[id].get("realised") is None for own in (first, second) for id in ids):
+        return False
+    apart = _column(first, ids, "realised").mean() - _column(second, ids, "realised").mean()
+    return abs(float(apart)) <= EQUAL_WORK
+
+
 def _pair(model: str, task: str, first, second, ids: list[str], group: Group) -> Pair:
     a, b, reuse = (_column(group[key], ids, "kl") for key in (first, second, (REUSE, 0.0)))
     reuse = np.maximum(reuse, TINY)  # one chunk alone is exact, and leaves nothing to divide by
     low, high = _interval((a - b, reuse), lambda d, r, axis: d.mean(axis) / r.mean(axis))
     difference = float((a - b).mean() / reuse.mean())
-    return Pair(model, task, first[0], second[0], first[1], len(ids), difference, low, high, int((a < b).sum()))
+    return Pair(model, task, *first, *second, len(ids), difference, low, high, int((a < b).sum()))
 
 
 def _interval(samples: tuple[Float[np.ndarray, " n"], ...], statistic) -> tuple[float, float]:

@@ -118,6 +118,17 @@ def test_pairs_are_compared_on_the_same_samples():
     assert pairs(rows(a=a, b=b), methods=["a"]) == []
 
 
+@pytest.mark.parametrize(("realised", "compared"), [(0.31, True), (0.4, False)])
+def test_other_ratios_are_compared_at_equal_work(realised, compared):
+    """A method that chooses layer by layer does at 0.1 what others do at 0.3."""
+    given = [
+        row | ({"ratio": 0.1, "realised": realised} if row["method"] == "b" else {"realised": row["ratio"]})
+        for row in rows(a=REUSE_KL / 2, b=REUSE_KL / 4)
+    ]
+    found = [(pair.first, pair.first_ratio, pair.second, pair.second_ratio) for pair in pairs(given)]
+    assert found == ([("a", 0.3, "b", 0.1)] if compared else [])
+
+
 def test_average_leaves_out_tasks_without_a_gap():
     flat = [row | {"kl": 0.5, "task": "flat"} for row in rows("flat", a=REUSE_KL / 2)]
     means = averages(cells([*rows(a=REUSE_KL / 2), *rows("mv", a=REUSE_KL / 4), *flat]))
