@@ -1,6 +1,7 @@
 """What all studies share: where results go, and how data, figure and table are shown and saved."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -29,6 +30,20 @@ class Study(ModelCommand):
     def label_of_files(self) -> str:
         """The study's name, and which of its tables this is, so that none overwrites another."""
         return f"{self.name}-{getattr(self, self.varied)}" if self.varied else self.name
+
+    def require_shares(self, *names: str) -> None:
+        """Refuses options, of one value or several, that are not above 0.
+
+        Raises:
+            ValueError: names the option and the value.
+        """
+        for name in names:
+            given = getattr(self, name)
+            several = isinstance(given, tuple)
+            for share in given if several else (given,):
+                if not 0 < share < math.inf:
+                    verb = "holds" if several else "is"
+                    raise ValueError(f"--{name.replace('_', '-')} {verb} {share:g}; use a share above 0.")
 
     def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
         """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code."""
