@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jfuse import load_model, load_profile
+from jfuse import load_model
 from jfuse.evals.batch import bucket, measure_batch
 from jfuse.evals.measure import Case
-from jfuse.evals.methods import make_methods, needs_layers
+from jfuse.evals.methods import make_methods, needed_layers
 from jfuse.evals.prompts import make_prompt
 from jfuse.evals.settings import Task
 from jfuse.evals.workload import draw
@@ -41,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     model = load_model("smollm2-135m")
-    layers = load_profile(model).critical_layers() if needs_layers(arguments.selector) else ()
+    layers = needed_layers([arguments.selector], model)
     method = make_methods([arguments.selector], [arguments.ratio], layers=layers)[-1]
     task = Task("mk", length=arguments.length, num_chunks=2)
     samples = draw(task, model.tokenizer, arguments.samples)

@@ -131,7 +131,10 @@ def load_profile(model: Model, path: str | Path | None = None) -> LayerProfile:
         found = _read(entry.read_text(encoding="utf-8"))
         if found.model == own:
             return found
-    raise LookupError(f"jfuse ships no critical-layer profile for model {own}; make one with `jfuse profile`.")
+    raise LookupError(
+        f"Critical layers are needed, and jfuse ships no profile of this model ({own}). Measure one with "
+        "`jfuse profile` and give its file as --profile, or name layers, counted from 0, with --layers."
+    )
 
 
 def _read(text: str) -> LayerProfile:

@@ -105,13 +105,19 @@ def expected_errors() -> tuple[type[Exception], ...]:
     """What the library raises for input that it cannot use; the messages name the remedy."""
     from jfuse.store import StoreError
 
-    return ValueError, TypeError, LookupError, OSError, FloatingPointError, NotImplementedError, StoreError
+    given = (ValueError, TypeError, LookupError, FloatingPointError, NotImplementedError)
+    return *given, OSError, ModuleNotFoundError, StoreError
 
 
 def one_line(error: object) -> str:
-    """An error's message without line breaks; of the operating system's errors, what and which file."""
+    """An error's message without line breaks; of the operating system's errors, what and which file.
+
+    Of a module that Python does not find, which one; jfuse's own such errors name the package, and no module.
+    """
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}; check the path."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"module {error.name} is not installed; install jfuse again with all it needs: pip install jfuse."
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfuse.cli.command import DEFAULT_STORE, ModelCommand, make_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import encode_missing, find_ids, needed_tokenizer, open_existing
 
 if TYPE_CHECKING:
@@ -20,35 +21,27 @@ INSTRUCTION = "Answer the question based on the given passages."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(ModelCommand):
-    """Answers one question over passages of a chunk store, all of them unless some are named."""
+class Answer(SelectorCommand, ModelCommand):
+    """Answers one question over passages, which are read in the order in which they are named."""
 
-    example = (
-        'jfuse answer "Which river flows through Cairo?" --store runs/store --selector qcfuse --ratio 0.3 --report'
-    )
+    example = 'jfuse answer "Which river flows through Cairo?" --passages notes/ --selector qcfuse --ratio 0.3 --report'
 
     question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
     """What to ask."""
     store: str = DEFAULT_STORE
     """Folder of the chunk store."""
-    chunks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all)")] = ()
-    """Ids of the chunks to read, or their first digits, in the order in which they are read."""
+    chunks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: the only one)")] = ()
+    """Ids of stored chunks, or their first digits, in the order in which they are read."""
     passages: Annotated[tuple[Path, ...], tyro.conf.arg(help_behavior_hint="(optional)")] = ()
-    """Files or folders to read instead, as for encode; what the store lacks is encoded."""
+    """Instead of --chunks: files or folders, as for encode. What the store lacks is encoded."""
     chunk_tokens: int = 512
     """With --passages: the size of chunks, as for encode."""
     selector: str = "qcfuse"
-    """How the positions to recompute are chosen; jfuse selectors lists the names."""
+    """How the positions to recompute are chosen; jfuse selectors lists the names. Settings: relaxkv:window=32."""
     ratio: Annotated[float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: the selector's)")] = (
         None
     )
     """Share of the context that is recomputed, from 0 (reuse) to 1 (full prefill)."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
-    profile: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: the shipped one)")] = (
-        None
-    )
-    """A profile that jfuse profile wrote."""
     instruction: str = INSTRUCTION
     """Stands before the passages."""
     max_new_tokens: int = 64
@@ -58,17 +51,17 @@ class Answer(ModelCommand):
 
     def run(self) -> int:
         """Serves the request."""
-        from jfuse.cli.prompt import check_selector, choose_selector, make_request
+        from jfuse.cli.prompt import make_request
         from jfuse.config import FusionConfig
         from jfuse.pipeline import answer, encode_prefix
 
         config = FusionConfig(ratio=self.ratio)
-        check_selector(self.selector)
-        check_new_tokens(self.max_new_tokens)
+        self.check_selectors([self.selector])
+        self.require(1, "max_new_tokens")
         if self.chunks and self.passages:
             raise ValueError("Both --chunks and --passages are given; name the passages in one way.")
         model = self.load()
-        selector = choose_selector(self.selector, model, self.layers, self.profile)
+        selector = self.choose(model, [self.selector])[self.selector]
         prefix, question = make_request(needed_tokenizer(model), self.question, self.instruction)
         store, chunks = self.open(model)
         cached = encode_prefix(model, prefix) if len(prefix) else None
@@ -81,7 +74,12 @@ class Answer(ModelCommand):
         return 0
 
     def open(self, model: "Model") -> "tuple[ChunkStore, list[str]]":
-        """The store, and the ids of the chunks to read."""
+        """The store, and the ids of the chunks to read.
+
+        Raises:
+            StoreError: no store, or none of this model's chunks in it.
+            ValueError: several chunks, of which none is named: a store keeps them by content, in no order.
+        """
         from jfuse.cli.passages import cut, read_files
         from jfuse.store import ChunkStore, StoreError
 
@@ -95,6 +93,11 @@ class Answer(ModelCommand):
             raise StoreError(
                 f"{store.url} holds no chunk of this model; encode some with "
                 f"`jfuse encode PATH --store {self.store} --model {self.model}`."
+            )
+        if len(ids) > 1 and not self.chunks:
+            raise ValueError(
+                f"{store.url} holds {len(ids)} chunks in no order; name those to read, in the order to read them, with "
+                "--passages PATH, the files that were encoded, or --chunks ID."
             )
         return store, ids
 
@@ -117,7 +120,7 @@ class Generate(ModelCommand):
         from jfuse.cli.prompt import make_prompt, no_context
         from jfuse.generate import stream
 
-        check_new_tokens(self.max_new_tokens)
+        self.require(1, "max_new_tokens")
         model = self.load()
         tokenizer = needed_tokenizer(model)
         prompt = make_prompt(tokenizer, self.prompt, raw=self.raw)
@@ -140,16 +143,6 @@ class Generate(ModelCommand):
         value = {"prompt": self.prompt, "num_prompt": len(prompt), "text": text, "tokens": tokens}
         self.show(value | {"ttft": ttft or seconds, "seconds": seconds}, "")
         return 0
-
-
-def check_new_tokens(count: int) -> None:
-    """Refuses an answer of no tokens.
-
-    Raises:
-        ValueError: `count` is below 1.
-    """
-    if count < 1:
-        raise ValueError(f"max-new-tokens is {count}; use an integer >= 1.")
 
 
 def report_table(report: "Report") -> Any:

@@ -38,6 +38,16 @@ class Command:
         """Does the job and returns the exit code."""
         raise NotImplementedError
 
+    def require(self, least: int, *names: str) -> None:
+        """Refuses options below `least`.
+
+        Raises:
+            ValueError: names the option and its range.
+        """
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; use an integer >= {least}.")
+
     def show(self, value: Any, *tables: Any) -> None:
         """Prints `value` as JSON, or the tables and lines for people."""
         if self.json:

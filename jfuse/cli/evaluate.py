@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from jfuse.cli.command import DEFAULT_MODEL, Command, make_table
+from jfuse.cli.command import DEFAULT_MODEL, make_table
+from jfuse.cli.selector import SelectorCommand
 
 if TYPE_CHECKING:
     from jfuse.evals.results import Run
@@ -18,17 +19,20 @@ SELECTORS = ("random", "epic", "cacheblend", "prophetkv", "qcfuse", "relaxkv:win
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Command):
+class Eval(SelectorCommand):
     """Compares selectors with full prefill and reuse on the same questions, and goes on where it was stopped."""
 
     example = "jfuse eval --tasks mq squad --selectors epic qcfuse --ratios 0.1 0.3 --limit 20"
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(optional)")] = None
-    """A YAML file with all of the following; only --limit, --out, --fresh, --ttft, --batch and --dry-run add to it."""
+    """A YAML file of models, tasks, methods, limit, dtype, longest_request, layers, anchor_rule, ttft and batch, as
+    benchmarks/study.yaml is one. Beside it: --limit, --ttft, --batch, --profile, --out, --fresh and --dry-run."""
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     """Aliases, folders, .gguf files, or Hugging Face ids."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and caches; auto is float32 on a CPU, bfloat16 on an accelerator."""
+    longest_request: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(optional)")] = None
+    """Positions of the longest request, which chooses the factors of a longrope model."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint=f"(default: {' '.join(TASKS)}, or --data)")] = ()
     """Made on the spot (single, mk, mq, mv, vt, quote) or shipped (hotpotqa, squad)."""
     data: tuple[Path, ...] = ()
@@ -37,8 +41,6 @@ class Eval(Command):
     """Which selectors, with settings after a colon: relaxkv:window=32. Full prefill and reuse are always there."""
     ratios: tuple[float, ...] = (0.3,)
     """Shares of the context that are recomputed."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 40, or the config's)")] = (
         None
     )
@@ -68,9 +70,11 @@ class Eval(Command):
         from jfuse.evals.run import evaluate
 
         settings, out = self.settings(), numbered(self.out) if self.fresh else self.out
+        if self.profile is not None and (settings.layers or len(settings.models) > 1):
+            raise ValueError("--profile gives the critical layers of one model; ask one model, and leave layers out.")
         if self.dry_run:
             return self.estimate(settings, out)
-        added = evaluate(settings, out, command=["jfuse", *sys.argv[1:]])
+        added = evaluate(settings, out, profile=self.profile, command=["jfuse", *sys.argv[1:]])
         run = write_results(out)
         self.show(as_value(run, out, added), *report(run, out, added))
         return 0
@@ -80,8 +84,8 @@ class Eval(Command):
         from jfuse.evals.settings import Entry, Settings, read_yaml
 
         if self.config is not None:
-            beside = ("models", "dtype", "tasks", "data", "selectors", "ratios", "layers", "length", "num_chunks")
-            for name in (*beside, "chunk_tokens", "new_tokens"):
+            beside = ("models", "dtype", "longest_request", "tasks", "data", "selectors", "ratios", "layers", "length")
+            for name in (*beside, "num_chunks", "chunk_tokens", "new_tokens"):
                 if getattr(self, name) != getattr(type(self), name):
                     flag = name.replace("_", "-")
                     raise ValueError(f"--{flag} stands beside --config; write it into {self.config}.")
@@ -95,6 +99,7 @@ class Eval(Command):
             methods=tuple(Entry(name, self.ratios) for name in self.selectors),
             limit=40 if self.limit is None else self.limit,
             dtype=self.dtype,
+            longest_request=self.longest_request,
             layers=self.layers,
             ttft=self.ttft,
             batch=self.batch,
@@ -115,7 +120,7 @@ class Eval(Command):
         """Prints what would run, and the time it would take here."""
         from jfuse.evals.estimate import estimate
 
-        found = estimate(settings, out)
+        found = estimate(settings, out, profile=self.profile)
         columns = ("model", "task", "samples", "runs left", "seconds")
         rows = [(one.model, one.task, one.samples, one.runs, f"{one.seconds:,.0f}") for one in found]
         total = sum(one.seconds for one in found)
@@ -174,7 +179,10 @@ def report(run: "Run", out: Path, added: int) -> list[Any]:
         tables.append(make_table(columns, rows, f"{model}, {task}", caption))
     left = f" {run.incomplete} samples are not complete and do not count." if run.incomplete else ""
     if run.too_long:
-        left += f" {run.too_long} samples are longer than the model serves and were left out."
+        left += (
+            f" {run.too_long} samples were left out: they are longer than the model serves, or need the other factor "
+            "set of a longrope model (--longest-request)."
+        )
     if run.left_out:
         left += f" Not shown, for they lack samples that count: {', '.join(run.left_out)}; name them to complete them."
     return [*tables, f"{added} runs added.{left} Written: {out}/metrics.json, metrics.csv."]

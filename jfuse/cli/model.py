@@ -51,9 +51,7 @@ class Profile(ModelCommand):
         from jfuse.evals.prompts import make_prompt
         from jfuse.profile import critical_layers, profile_layers, save_profile
 
-        for name in ("num_samples", "length", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; use an integer >= 1.")
+        self.require(1, "num_samples", "length", "top")
         model = self.load()
         tokenizer = needed_tokenizer(model)
         prompts = [make_prompt(sample, tokenizer) for sample in self.draw(model)]
@@ -71,7 +69,7 @@ class Profile(ModelCommand):
         self.show(
             {"critical_layers": list(layers), "saved": str(out), **profile._asdict()},
             make_table(("layer", "recall at 10%", ""), rows, f"{profile.num_samples} questions ({data})"),
-            f"Critical layers: {', '.join(map(str, layers))}. Saved: {out}. Use: jfuse answer ... --profile {out}",
+            f"Critical layers: {', '.join(map(str, layers))}. Saved: {out}. Use: --profile {out}",
         )
         return 0
 
@@ -102,16 +100,16 @@ class Verify(Command):
     def run(self) -> int:
         """Prints every check with the error found."""
         from jfuse.models.resolve import load_model
-        from jfuse.selectors import by_name
+        from jfuse.selectors.parse import parse_selector
         from jfuse.verify import default_selectors, verify
 
         for name in self.selectors:
-            by_name(name, layers=(0,))
+            parse_selector(name, layers=(0,))
         with working(f"Loading {self.model} ..."):
             model = load_model(self.model, dtype="float32")
         chosen = default_selectors(model.config.num_layers)
         layers = chosen[0].view.layers or ()
-        asked = [by_name(name, layers=layers) for name in self.selectors] or chosen
+        asked = [parse_selector(name, layers=layers) for name in self.selectors] or chosen
         with working(f"Verifying {self.model} ..."):
             checks = verify(model, selectors=asked, seed=self.seed)
         failed = sum(not check.passed for check in checks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfuse.cli.command import ModelCommand, as_megabytes, as_milliseconds, make_table, working
+from jfuse.cli.selector import SelectorCommand
 
 if TYPE_CHECKING:
     from jfuse.hardware import Hardware
@@ -22,7 +23,7 @@ GIGA, TERA = 1e9, 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(ModelCommand):
+class Plan(SelectorCommand, ModelCommand):
     """Says which way to serve a request is fastest, and from how many context tokens each beats full prefill.
 
     Without --tflops this machine is measured with the model. With it no model is loaded that jfuse knows by its
@@ -61,15 +62,15 @@ class Plan(ModelCommand):
     def run(self) -> int:
         """Prints every way, fastest first."""
         from jfuse.plan import break_even, plan
-        from jfuse.selectors import by_name
         from jfuse.selectors.listing import NAMED
+        from jfuse.selectors.parse import parse_selector
         from jfuse.types import Sizes
 
         self.check()
         config, machine, itemsize, layers = self.read()
         sizes = Sizes(self.prefix_tokens, (self.chunk_tokens,) * self.chunks, self.query_tokens)
         config.check_length(sizes.prefix + sizes.context + sizes.query)
-        chosen = [by_name(name, layers=layers) for name in self.selectors or NAMED if name != "recompute_all"]
+        chosen = [parse_selector(name, layers=layers) for name in self.selectors or NAMED if name != "recompute_all"]
         for selector in chosen:
             selector.view.layer_indices(config.num_layers)
         options: dict[str, Any] = {"ratio": self.ratio, "itemsize": itemsize}
@@ -87,20 +88,16 @@ class Plan(ModelCommand):
             ValueError: names the option and its range.
         """
         from jfuse.config import checked_ratio
-        from jfuse.selectors import by_name
 
-        for name, least in {"chunks": 1, "chunk_tokens": 1, "prefix_tokens": 0, "query_tokens": 1}.items():
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is {getattr(self, name)}; use an integer >= {least}.")
+        self.require(1, "chunks", "chunk_tokens", "query_tokens")
+        self.require(0, "prefix_tokens")
         for name in ("tflops", "memory", "link", "disk"):
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ValueError(f"--{name} is {rate}; use a rate above 0, or leave it out.")
         if self.ratio is not None:
             checked_ratio(self.ratio)
-        for name in self.selectors:
-            by_name(name, layers=(0,))
+        self.check_selectors(self.selectors)
 
     def read(self) -> "tuple[ModelConfig, Hardware, int, tuple[int, ...]]":
         """The model's configuration, the machine, bytes per number, and critical layers."""
@@ -114,7 +111,8 @@ class Plan(ModelCommand):
         public = next((name for name in PUBLIC_CONFIGS if name.lower() == self.model.lower()), None)
         if public is None or Path(self.model).exists():
             model = self.load()
-            config, itemsize, layers = model.config, np.dtype(model.dtype).itemsize, self.layers or profiled(model)
+            config, itemsize = model.config, np.dtype(model.dtype).itemsize
+            layers = self.layers or profiled(model, self.profile)
             if self.tflops is None:
                 with working("Measuring this machine ..."):
                     return config, dataclasses.replace(measure(model, folder=self.store), **rates), itemsize, layers
@@ -123,6 +121,11 @@ class Plan(ModelCommand):
                 f"{public} is known here by its configuration alone; describe a machine with --tflops, or give "
                 "--model a model that can be loaded and measured."
             )
+        elif self.profile is not None:
+            raise ValueError(
+                f"--profile belongs to a model that is loaded, and {public} is known here by its configuration alone; "
+                "name --layers, counted from 0."
+            )
         else:
             config, itemsize = public_config(public), 4 if self.dtype == "float32" else 2
             layers = self.layers or middle(config.num_layers)
@@ -130,10 +133,12 @@ class Plan(ModelCommand):
         return config, machine, itemsize, layers
 
 
-def profiled(model: "Model") -> tuple[int, ...]:
-    """The critical layers of the shipped profile, or the middle ones of a model that has none."""
+def profiled(model: "Model", profile: Path | None) -> tuple[int, ...]:
+    """The critical layers of the profile given, or of the shipped one, or the middle ones of a model that has none."""
     from jfuse.profile import load_profile
 
+    if profile is not None:
+        return load_profile(model, profile).critical_layers()
     try:
         return load_profile(model).critical_layers()
     except (LookupError, ValueError):  # no profile, or fewer layers than are asked of it

@@ -1,6 +1,4 @@
-"""From a question to the token ids around the passages, and from a selector's name to the selector."""
-
-from pathlib import Path
+"""From a question to the token ids around the passages."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +8,6 @@ from jfuse.evals.prompts import JOINT
 from jfuse.models.decoder import Model
 from jfuse.models.tokenizer import Tokenizer
 from jfuse.pipeline import Question
-from jfuse.profile import load_profile
-from jfuse.selectors import by_name
-from jfuse.selectors.base import Selector
-from jfuse.selectors.listing import NAMED, layer_argument
 from jfuse.types import PAD_POSITION, PADDING_SEGMENT, ContextCache, LayerKV
 
 
@@ -58,35 +52,3 @@ def no_context(model: Model) -> ContextCache:
     positions = np.full(size, PAD_POSITION, np.int32)
     segments = np.full(size, PADDING_SEGMENT, np.int32)
     return ContextCache(np.zeros(size, np.int32), positions, segments, (LayerKV(empty, empty),) * c.num_layers)
-
-
-def check_selector(name: str) -> None:
-    """Refuses a name that is not in the catalogue, before anything is loaded.
-
-    Raises:
-        ValueError: lists the names.
-    """
-    by_name(name, layers=(0,))
-
-
-def choose_selector(name: str, model: Model, layers: tuple[int, ...] = (), profile: Path | None = None) -> Selector:
-    """The selector of that name; critical layers are those given, of the profile given, or of the shipped profile.
-
-    Raises:
-        ValueError: an unknown name, layers for a selector that takes none, or another model's profile.
-        LookupError: critical layers are needed, and neither given nor known for this model.
-    """
-    factory, _ = NAMED.get(name, (None, {}))
-    if factory is not None and layer_argument(factory) and not layers:
-        try:
-            layers = load_profile(model, profile).critical_layers()
-        except LookupError as error:
-            raise LookupError(
-                f"Selector {name!r} needs critical layers, and jfuse ships no profile of this model. "
-                "Measure them with `jfuse profile` and give its file as --profile, or name --layers, counted from 0."
-            ) from error
-    elif layers and factory is not None and not layer_argument(factory):
-        raise ValueError(f"Selector {name!r} takes no critical layers; leave --layers out.")
-    selector = by_name(name, layers=layers)
-    selector.view.layer_indices(model.config.num_layers)
-    return selector

@@ -16,7 +16,7 @@ from jfuse.evals.items import Item
 from jfuse.evals.measure import DEFAULT, Setting
 from jfuse.evals.methods import Method
 from jfuse.evals.prompts import Prompt
-from jfuse.evals.records import ROWS, TIMINGS, key_of, read_rows
+from jfuse.evals.records import ROWS, TIMINGS, key_of, known_identity, read_rows
 from jfuse.evals.run import make_plan
 from jfuse.evals.settings import Settings
 from jfuse.models.decoder import Model, prefill
@@ -41,16 +41,22 @@ def estimate(
     folder: str | Path,
     *,
     selectors: Mapping[str, Selector] | None = None,
+    profile: str | Path | None = None,
     load: Callable[..., Model] = load_model,
     setting: Setting = DEFAULT,
 ) -> list[Estimate]:
-    """Runs that are left on every task, and their seconds."""
+    """Runs that are left on every task, and their seconds.
+
+    Raises:
+        ValueError, LookupError, ModuleNotFoundError: what `evaluate` would refuse, a folder of another run included.
+    """
     done = {key_of(row) for row in read_rows(Path(folder) / ROWS)}
     times = read_rows(Path(folder) / TIMINGS)
     found = []
     for name in settings.models:
-        model = load(name, dtype=settings.dtype)
-        plan = make_plan(settings, name, model, selectors=selectors, setting=setting)
+        model = load(name, **settings.loading)
+        plan = make_plan(settings, name, model, selectors=selectors, profile=profile, setting=setting)
+        known_identity(folder, plan.identity)
         left: dict[str, list[Item]] = {task.name: [] for task in settings.tasks}
         for item in plan.items:
             where = (plan.name, item.task.name, item.sample.id)

@@ -4,16 +4,19 @@ In go such texts and a model; out come `Method`s. Full prefill and plain reuse a
 are the ends of the scale on which the others are placed.
 """
 
-import ast
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from jfuse.config import checked_ratio
+from jfuse.models.decoder import Model
+from jfuse.profile import load_profile
 from jfuse.selectors import by_name
 from jfuse.selectors.base import Selector
-from jfuse.selectors.listing import NAMED, ignores_ratio, layer_argument
+from jfuse.selectors.listing import ignores_ratio
+from jfuse.selectors.parse import needs_layers, parse_selector
 
 FULL, REUSE = "full prefill", "reuse"
 
@@ -49,12 +52,12 @@ def make_methods(
     ['full prefill@1', 'reuse@0', 'epic@0.1', 'epic@0.3', 'epic_16@0']
 
     Args:
-        names: `selector` or `selector:setting=value,setting=value`, with the settings of the selector's function.
+        names: as `selectors.parse` reads them: `selector` or `selector:setting=value,setting=value`.
         layers: critical layers for the selectors that need them.
         selectors: selectors of your own, by the name that `names` uses.
 
     Raises:
-        ValueError: an unknown selector or setting, or a ratio outside [0, 1].
+        ValueError: what `parse_selector` refuses, or a ratio outside [0, 1].
     """
     methods = {method.key: method for method in ends()}
     for name in names:
@@ -67,31 +70,22 @@ def make_methods(
     return list(methods.values())
 
 
-def parse_selector(text: str, *, layers: Sequence[int] = ()) -> Selector:
-    """The selector that a text such as `relaxkv:window=32` names.
+def needed_layers(
+    names: Iterable[str], model: Model, *, layers: Sequence[int] = (), profile: str | Path | None = None
+) -> tuple[int, ...]:
+    """Critical layers for selectors of these names: the given ones, or if some are needed, those of a profile.
+
+    Args:
+        layers: what is given; it is not looked for then.
+        profile: a file that `save_profile` wrote; by default the profile that ships for the model.
 
     Raises:
-        ValueError: an unknown selector or setting, or a setting that is no Python literal.
+        LookupError: layers are needed, and jfuse ships no profile of the model.
+        ValueError: the file's profile is of another model, or of one with fewer layers than are critical.
     """
-    name, _, rest = text.partition(":")
-    settings: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{part!r} in {text!r} is not a setting; write {name}:setting=value.")
-        settings[key.strip()] = _literal(value.strip())
-    try:
-        return by_name(name, layers=tuple(layers), **settings)
-    except TypeError as error:
-        raise ValueError(f"{text!r} names a setting that selector {name!r} does not have: {error}.") from error
-
-
-def _literal(text: str) -> Any:
-    """A number, truth value or tuple; anything else is text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    if layers or not any(map(needs_layers, names)):
+        return tuple(layers)
+    return load_profile(model, profile).critical_layers()
 
 
 def describe(selector: Selector) -> dict[str, str]:
@@ -104,9 +98,3 @@ def describe(selector: Selector) -> dict[str, str]:
             text = ""
         described[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
     return described
-
-
-def needs_layers(name: str) -> bool:
-    """Whether a selector's text names one that needs critical layers."""
-    base = name.partition(":")[0]
-    return base in NAMED and layer_argument(NAMED[base][0]) is not None

@@ -62,18 +62,8 @@ class Records:
         self._lock.close()
 
     def _open(self) -> None:
-        manifest = self.folder / MANIFEST
-        known = json.loads(manifest.read_text(encoding="utf-8"))["identity"] if manifest.exists() else {}
-        if not known and (self.folder / ROWS).exists():
-            raise ValueError(f"{self.folder} holds {ROWS} but no {MANIFEST}, so whose rows they are cannot be told.")
-        if conflicts := _conflicts(known, self.identity):
-            name, before, now = conflicts[0]
-            raise ValueError(
-                f"{self.folder} holds rows of another run: {name} was {before!r} and is {now!r} now. "
-                "Give a new folder, or the same settings."
-            )
-        self.identity = _merged(known, self.identity)
-        write_json(manifest, {**self._about, "identity": self.identity})
+        self.identity = _merged(known_identity(self.folder, self.identity), self.identity)
+        write_json(self.folder / MANIFEST, {**self._about, "identity": self.identity})
         self.rows = {key_of(row): row for row in read_rows(self.folder / ROWS, mend=True)}
         read_rows(self.folder / TIMINGS, mend=True)
         self._files = {name: (self.folder / name).open("a", encoding="utf-8") for name in (ROWS, TIMINGS)}
@@ -99,6 +89,26 @@ class Records:
         file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def known_identity(folder: str | Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says of its rows, if a run of this identity may join them; {} of a folder without rows.
+
+    Raises:
+        ValueError: the folder holds rows of another run, or of nobody knows which.
+    """
+    folder, now = Path(folder), json.loads(canonical_json(identity))
+    manifest = folder / MANIFEST
+    known = json.loads(manifest.read_text(encoding="utf-8"))["identity"] if manifest.exists() else {}
+    if not known and (folder / ROWS).exists():
+        raise ValueError(f"{folder} holds {ROWS} but no {MANIFEST}, so whose rows they are cannot be told.")
+    if conflicts := _conflicts(known, now):
+        name, before, after = conflicts[0]
+        raise ValueError(
+            f"{folder} holds rows of another run: {name} was {before!r} and is {after!r} now. "
+            "Give a new folder, or the same settings."
+        )
+    return known
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ Read `evaluate` from top to bottom: plan, then sample by sample (the first of ev
 so that a run that is stopped early has measured all methods on the same samples. `summary` reads what it leaves.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,15 @@ from jfuse.evals import workload
 from jfuse.evals.items import Item, Plan, in_batches, measure_item, measure_together
 from jfuse.evals.manifest import about, without_folders
 from jfuse.evals.measure import DEFAULT, Setting
-from jfuse.evals.methods import REUSE, Method, describe, ends, make_methods, needs_layers
+from jfuse.evals.methods import REUSE, Method, describe, ends, make_methods, needed_layers
 from jfuse.evals.programs import release_programs
 from jfuse.evals.prompts import Prompt, make_prompt
 from jfuse.evals.records import Records, Row
+from jfuse.evals.scorers import check_packages
 from jfuse.evals.settings import Settings
 from jfuse.fingerprint import Fingerprint
 from jfuse.models.decoder import Model
 from jfuse.models.resolve import load_model
-from jfuse.profile import load_profile
 from jfuse.selectors.base import Selector
 
 FORMAT = 1
@@ -37,6 +38,7 @@ def evaluate(
     out: str | Path,
     *,
     selectors: Mapping[str, Selector] | None = None,
+    profile: str | Path | None = None,
     load: Callable[..., Model] = load_model,
     command: Sequence[str] = (),
     setting: Setting = DEFAULT,
@@ -48,17 +50,20 @@ def evaluate(
         out: the run's folder; rows that it holds are kept, whatever was measured in other goes.
         selectors: selectors of your own, by the name that `settings.methods` uses. A folder refuses one whose view,
             rule or source text has changed; what a function takes from elsewhere is not looked at.
-        load: gives a model for a name and a dtype.
+        profile: a file that `save_profile` wrote, with the critical layers if `settings.layers` is empty.
+        load: gives a model for a name and `settings.loading`, which is a dtype and perhaps the longest request.
         command: how the run was started, for the manifest.
         progress: show a bar; by default if stderr is a terminal.
 
     Raises:
         ValueError: settings that cannot be run, or a folder of another run.
+        LookupError, ModuleNotFoundError: as `make_plan`.
     """
     _methods(settings, settings.layers or (0,), selectors)  # before a model is loaded
     added, too_long = 0, {}
     for name in settings.models:
-        plan = make_plan(settings, name, load(name, dtype=settings.dtype), selectors=selectors, setting=setting)
+        model = load(name, **settings.loading)
+        plan = make_plan(settings, name, model, selectors=selectors, profile=profile, setting=setting)
         too_long[plan.name] = plan.too_long
         more = {"planned": plan.planned, "too_long": too_long}
         with Records(out, plan.identity, about=about(settings, command) | more) as records:
@@ -90,20 +95,27 @@ def make_plan(
     model: Model,
     *,
     selectors: Mapping[str, Selector] | None = None,
+    profile: str | Path | None = None,
     setting: Setting = DEFAULT,
 ) -> Plan:
     """Every sample that a model is asked and by which methods, the first of every task before the second of any.
 
     Raises:
-        ValueError: a model without a tokenizer, or a selector that needs critical layers of a model without a profile.
+        ValueError: a model without a tokenizer, another model's profile, or no sample that the model can serve.
+        LookupError: critical layers are needed, and jfuse ships no profile of the model.
+        ModuleNotFoundError: answers are to be scored by a rule whose package is not installed.
     """
     if model.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer, and tasks are texts; load a model with one.")
-    name = without_folders(name)
-    layers = _layers(settings, model, selectors)
+    name, mine = _key(name), selectors or {}
+    asked = [entry.selector for entry in settings.methods if entry.selector not in mine]
+    layers = needed_layers(asked, model, layers=settings.layers, profile=profile)
     methods = _methods(settings, layers, selectors)
     rule = anchor_rule_by_name(settings.anchor_rule, model)
     drawn = {task.name: workload.draw(task, model.tokenizer, settings.limit) for task in settings.tasks}
+    scored = [sample for task in settings.tasks if task.new_tokens for sample in drawn[task.name]]
+    for metric in sorted({sample.rule for sample in scored}):
+        check_packages(metric)
     items, too_long = [], []
     for index in range(settings.limit):
         for task in settings.tasks:
@@ -115,7 +127,6 @@ def make_plan(
                 too_long.append(f"{task.name}/{sample.id}")
                 continue
             items.append(Item(task, index, sample, prompt, [method for method, limit in methods if index < limit]))
-    mine = selectors or {}
     own: dict[str, Any] = {
         "fingerprint": Fingerprint.of(model, anchor_rule=rule).digest,
         "first_samples": {task: workload.checksum(samples[0]) for task, samples in drawn.items()},
@@ -137,23 +148,22 @@ def make_plan(
     if not items:
         raise ValueError(
             f"{name} can serve none of the {len(too_long)} samples: each needs more than its "
-            f"{model.config.max_positions} positions, or another longrope factor set. Ask shorter ones, or cut them "
-            "with `longest`."
+            f"{model.config.max_positions} positions, or the other factor set of a longrope model. Ask shorter ones, "
+            "cut them with `longest`, or choose the set with --longest-request."
         )
     planned = {method.key: limit for method, limit in methods}
     return Plan(name, model, rule, items, too_long, identity, planned)
 
 
+def _key(name: str) -> str:
+    """What rows call a model: of a local one its last part, however its path is spelled; else the name itself."""
+    path = Path(name).expanduser()
+    return os.path.basename(os.path.abspath(path)) if path.exists() else without_folders(name)
+
+
 def _missing(name: str, item: Item, records: Records) -> list[Method]:
     where = (name, item.task.name, item.sample.id)
     return [method for method in item.methods if (*where, method.name, method.ratio) not in records]
-
-
-def _layers(settings: Settings, model: Model, selectors: Mapping[str, Selector] | None) -> tuple[int, ...]:
-    asked = [entry.selector for entry in settings.methods if entry.selector not in (selectors or {})]
-    if settings.layers or not any(needs_layers(name) for name in asked):
-        return settings.layers
-    return load_profile(model).critical_layers()
 
 
 def _methods(

@@ -9,6 +9,8 @@ In go a prediction, its references and, where the rule wants them, keywords or c
     rouge_l               longest common subsequence, by the `rouge` package that LongBench uses
 """
 
+import importlib
+import importlib.util
 import re
 import string
 from collections import Counter
@@ -34,6 +36,30 @@ _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _FULL_WIDTH
 def score(sample: Sample, prediction: str) -> float:
     """The prediction's score under the sample's own rule, from 0 to 1. An empty prediction scores 0."""
     return METRICS[sample.rule](prediction, sample)
+
+
+def packages(rule: str) -> tuple[str, ...]:
+    """The packages beyond jfuse's own that a rule of `METRICS` needs.
+
+    >>> packages("rouge_l_zh"), packages("f1")
+    (('rouge', 'jieba'), ())
+    """
+    needed = {"rouge": "rouge" in rule, "jieba": "_zh" in rule}
+    return tuple(name for name, is_needed in needed.items() if is_needed)
+
+
+def check_packages(rule: str) -> None:
+    """Refuses a rule whose package is missing, so that this is known before anything is answered.
+
+    Raises:
+        ModuleNotFoundError: names the package and how to install it.
+    """
+    for name in packages(rule):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(
+                f"Answers are to be scored by {rule!r}, which needs the package {name!r}: pip install {name}, "
+                "or ask for no answers (new_tokens 0)."
+            )
 
 
 # LongBench.
@@ -199,8 +225,6 @@ def _bare_zh(cut: Iterable[str]) -> list[str]:
 
 
 def _optional(name: str):
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

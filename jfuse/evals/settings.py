@@ -75,7 +75,7 @@ class Entry:
     """A selector at some ratios.
 
     Attributes:
-        selector: as `evals.methods` reads it, such as "relaxkv:window=32".
+        selector: as `selectors.parse` reads it, such as "relaxkv:window=32".
         limit: only on so many samples of each task; None takes the run's limit.
     """
 
@@ -99,6 +99,7 @@ class Settings:
     Attributes:
         models: what `load_model` takes.
         limit: samples of each task.
+        longest_request: positions of the longest request, which chooses the factors of a longrope model.
         layers: critical layers for the selectors that need them; () takes the model's profile.
         anchor_rule: what chunks are encoded with.
         ttft: also serve every request cache-ready and time it, each method in turn.
@@ -110,6 +111,7 @@ class Settings:
     methods: tuple[Entry, ...] = (Entry("epic"), Entry("cacheblend"), Entry("prophetkv"), Entry("qcfuse"))
     limit: int = 40
     dtype: str = "auto"
+    longest_request: int | None = None
     layers: tuple[int, ...] = ()
     anchor_rule: str = "kvzip"
     ttft: bool = False
@@ -121,6 +123,9 @@ class Settings:
                 raise ValueError(f"{name} is empty; give at least one.")
         if type(self.limit) is not int or self.limit < 1:
             raise ValueError(f"limit is {self.limit!r}; use an integer >= 1.")
+        longest = self.longest_request
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise ValueError(f"longest_request is {longest!r}; use an integer >= 1.")
         if type(self.batch) is not int or self.batch < 0:
             raise ValueError(f"batch is {self.batch!r}; use an integer >= 0.")
         if self.batch and (self.ttft or any(task.new_tokens for task in self.tasks)):
@@ -134,6 +139,12 @@ class Settings:
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"Two tasks have one name ({', '.join(names)}); name them apart, with `data` if need be.")
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What a model is loaded with: options of `load_model`."""
+        longest = {} if self.longest_request is None else {"longest_request": self.longest_request}
+        return {"dtype": self.dtype, **longest}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the YAML file has them."""

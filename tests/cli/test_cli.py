@@ -117,14 +117,32 @@ def test_answer_by_recomputing_all_is_full_prefill(as_json, store, folder, model
     assert found["report"]["hits"] == 2
 
 
-def test_answer_over_all_passages_with_a_report(run, store, folder):
+def test_answer_over_stored_passages_with_a_report(run, store, folder, passages):
+    """The report names the selector as it was asked for, settings included."""
     code, out, err = run(
-        *("answer", "Which river?", "--store", store, "--model", folder, "--report", "--max-new-tokens", 2),
-        *("--selector", "qcfuse", "--layers", 1, "--ratio", 0.3),
+        *("answer", "Which river?", "--store", store, "--passages", passages, "--chunk-tokens", 32, "--model", folder),
+        *("--report", "--max-new-tokens", 2, "--selector", "qcfuse:anchor_ratio=0.2", "--layers", 1, "--ratio", 0.3),
     )
     assert (code, err) == (0, ""), err
-    for part in ("qcfuse, ratio 0.3", "time to first token", "0 encoded now", "read before selecting"):
+    for part in ("qcfuse:anchor_ratio=0.2, ratio 0.3", "time to first token", "0 encoded now", "read before selecting"):
         assert part in out
+
+
+def test_answer_reads_chunks_in_the_order_of_the_passages(as_json, run, store, folder, passages):
+    """A store is ordered by content; reading all of it would shuffle the parts of a passage that was cut."""
+    asked = ("answer", "Which river?", "--store", store, "--model", folder, "--selector", "reuse")
+    size = ("--chunk-tokens", 32)
+    chunks = as_json("encode", passages, "--store", store, "--model", folder, *size)["chunks"]
+    in_order = [chunk["id"] for chunk in chunks]
+    assert in_order != sorted(in_order)
+    assert as_json(*asked, "--max-new-tokens", 1, "--passages", passages, *size)["chunks"] == in_order
+    code, out, err = run(*asked)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "chunks in no order" in err and "--passages" in err and "--chunks" in err
+    Path("one.txt").write_text("The Nile.")
+    (only,) = as_json("encode", "one.txt", "--store", "one", "--model", folder)["chunks"]
+    found = as_json("answer", "q", "--store", "one", "--model", folder, "--selector", "reuse", "--max-new-tokens", 1)
+    assert found["chunks"] == [only["id"]]
 
 
 def test_answer_over_files_encodes_what_is_missing(as_json, folder, passages):
@@ -306,6 +324,8 @@ ERRORS = {
     "no store": (["answer", "q", "--store", "nowhere", "--selector", "reuse", *MODEL], ["nowhere", "jfuse encode"]),
     "empty question": (["answer", " ", "--store", "STORE", "--selector", "reuse", *MODEL], ["question is empty"]),
     "empty prompt": (["generate", "", *MODEL], ["prompt is empty"]),
+    "setting": (["answer", "q", "--selector", "relaxkv:width=3"], ["no setting 'width'", "window"]),
+    "layers and profile": (["answer", "q", "--layers", "1", "--profile", "p.json"], ["--layers and --profile"]),
     "both": (["answer", "q", "--chunks", "a", "--passages", "b"], ["--chunks", "--passages"]),
     "chunk": (
         ["answer", "q", "--store", "STORE", "--chunks", "zz", "--selector", "reuse", *MODEL],
@@ -313,9 +333,9 @@ ERRORS = {
     ),
     "many chunks": (["inspect", "STORE", ""], ["chunks begin with ''"]),
     "layers": (["answer", "q", "--layers", "2", "--store", "STORE", *MODEL], ["holds 2", "0..1"]),
-    "no layers": (["answer", "q", "--layers", "1", "--selector", "reuse", *MODEL], ["takes no critical layers"]),
+    "no layers": (["answer", "q", "--layers", "1", "--selector", "reuse"], ["takes no critical layers"]),
     "too long": (
-        ["answer", "q", "--store", "STORE", "--max-new-tokens", "5000", "--selector", "reuse", *MODEL],
+        ["answer", "q", "--passages", "PASSAGES", "--max-new-tokens", "5000", "--selector", "reuse", *MODEL],
         ["serves 1 to 4096"],
     ),
     "inspect": (["inspect", "nowhere"], ["nowhere", "jfuse encode"]),
@@ -328,6 +348,7 @@ ERRORS = {
     "samples": (["profile", "--samples", "absent.jsonl", *MODEL], ["absent.jsonl"]),
     "num samples": (["profile", "--num-samples", "0"], ["num-samples is 0", ">= 1"]),
     "verify": (["verify", "--selectors", "magic"], ["'magic'"]),
+    "verify setting": (["verify", "--selectors", "relaxkv:window=wide"], ["window", "'wide'", "use int"]),
     "demo": (["demo", "--ratios", "2"], ["2", "0 (reuse) to 1"]),
     "pickle": (["convert", "weights.bin", "out"], ["weights.bin"]),
 }
@@ -407,6 +428,12 @@ def raising(error: BaseException):
         (OSError(28, "No space left on device", "/x"), 1, "jfuse: /x: no space left on device; check the path."),
         (RuntimeError("boom\nbang"), 1, "jfuse: unexpected RuntimeError: boom bang (--debug shows where)"),
         (FloatingPointError("3 scores are NaN"), 1, "jfuse: 3 scores are NaN"),
+        (ModuleNotFoundError("Needs 'rouge': pip install rouge."), 1, "jfuse: Needs 'rouge': pip install rouge."),
+        (
+            ModuleNotFoundError("No module named 'gguf'", name="gguf"),
+            1,
+            "jfuse: module gguf is not installed; install jfuse again with all it needs: pip install jfuse.",
+        ),
     ],
 )
 def test_exit_codes(run, monkeypatch, error, code, line):

@@ -1,5 +1,6 @@
 """`jfuse eval` end to end on a tiny model, and what it refuses before it loads one."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def test_from_flags_to_files(folder, data, tmp_path, capsys):
     assert "0 runs added" in shown and "rivers" in shown
     assert main([*words, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == 0
+    words[words.index("--new-tokens") + 1] = "3"  # the folder's rows were answered with 2, so none of them counts
+    for more in (["--dry-run"], []):
+        assert main([*words, *more]) == 1
+        assert "holds rows of another run: tasks.rivers.new_tokens was 2 and is 3" in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert str(folder.parent) not in json.dumps(manifest) and str(data.parent) not in json.dumps(manifest)
 
@@ -48,7 +53,11 @@ def test_from_flags_to_files(folder, data, tmp_path, capsys):
     ("words", "message"),
     [
         (["--selectors", "qcfuze"], "There is no selector 'qcfuze'"),
-        (["--selectors", "relaxkv:width=3"], "a setting that selector 'relaxkv' does not have"),
+        (["--selectors", "relaxkv:width=3"], "Selector 'relaxkv' has no setting 'width'; use some of window"),
+        (["--profile", "p.json", "--layers", "1"], "--profile gives the critical layers of one model"),
+        (["--profile", "p.json", "--models", "a", "b"], "--profile gives the critical layers of one model"),
+        (["--longest-request", "0"], "longest_request is 0; use an integer >= 1"),
+        (["--config", "study.yaml", "--longest-request", "9"], "--longest-request stands beside --config"),
         (["--ratios", "1.5"], "ratios of 'random' is 1.5"),
         (["--tasks", "trivia"], "There is no task 'trivia'"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
@@ -90,6 +99,16 @@ def test_yaml_holds_all_settings(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_yaml(path)
+
+
+def test_help_names_what_a_config_may_hold(capsys):
+    """The fields are those of `Settings`, in its order, and the example can be read."""
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    *first, last = (field.name for field in dataclasses.fields(Settings))
+    assert f"A YAML file of {', '.join(first)} and {last}, as benchmarks/study.yaml is one" in shown
+    assert read_yaml(Path(__file__).parents[2] / "benchmarks" / "study.yaml").tasks
 
 
 def test_fresh_runs_get_a_number(tmp_path):

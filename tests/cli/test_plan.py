@@ -46,6 +46,14 @@ def test_every_selector_is_planned_unless_some_are_named(as_json):
     assert found["critical_layers"] == [19, 20, 21]
 
 
+def test_selectors_with_settings_are_planned_apart(as_json):
+    rows = as_json("plan", *GIVEN, "--selectors", "relaxkv", "relaxkv:window=512")["rows"]
+    edges = {row["method"]: row["edges"] for row in rows}
+    assert edges.keys() == {"full prefill", "relaxkv", "relaxkv:window=512"}
+    assert edges["relaxkv"] < edges["relaxkv:window=512"]
+    assert all(row["pays_from"] for row in rows if row["method"] != "full prefill")
+
+
 def test_this_machine_is_measured_with_the_model(as_json, folder, tmp_path):
     found = as_json(
         "plan", "--model", folder, "--chunks", 1, "--chunk-tokens", 64, "--selectors", "qcfuse", "--disk", 2
@@ -62,6 +70,7 @@ REFUSED = {
     "not a rate": (["--tflops", "nan"], ["--tflops is nan", "above 0"]),
     "ratio": (["--ratio", "2"], ["2", "0 (reuse) to 1"]),
     "selector": (["--selectors", "magic"], ["'magic'", "qcfuse"]),
+    "profile": (["--model", "Qwen3-8B", "--tflops", "1", "--profile", "p.json"], ["--profile", "name --layers"]),
     "no weights": (["--model", "Qwen3-8B"], ["Qwen3-8B is known here by its configuration alone", "--tflops"]),
     "too long": (["--model", "Qwen3-8B", "--tflops", "1", "--chunks", "200"], ["102496", "40960"]),
     "layers": (["--model", "Qwen3-8B", "--tflops", "1", "--layers", "36"], ["36", "0..35"]),

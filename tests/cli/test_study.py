@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jfuse.cli.study import STUDIES
+from jfuse.fingerprint import Fingerprint
+from jfuse.profile import LayerProfile, save_profile
 
 SMALL = ("--chunks", 2, "--chunk-tokens", 40, "--query-tokens", 9)
 
@@ -51,8 +53,38 @@ REFUSED = {
     "loads": (["throughput", "--loads", "0.5", "0"], ["--loads holds 0", "above 0"]),
     "ratio": (["timeline", "--ratio", "1.5"], ["1.5", "0 (reuse) to 1"]),
     "query": (["timeline", "MODEL", "--selector", "reuse", "--query-tokens", "99999"], ["99999", "query tokens"]),
-    "share": (["timeline", "MODEL", *map(str, SMALL), "--selector", "reuse", "--load-share", "0"], ["share is 0"]),
+    "share": (["timeline", "--selector", "reuse", "--load-share", "0"], ["--load-share is 0", "above 0"]),
+    "shares": (["bandwidth", "--load-shares", "0.5", "0"], ["--load-shares holds 0", "above 0"]),
+    "breakdown": (["breakdown", "--ratio", "3"], ["--ratio is 3", "0 (reuse) to 1"]),
+    "fidelity": (["fidelity", "--ratio", "3"], ["--ratio is 3", "0 (reuse) to 1"]),
+    "throughput": (["throughput", "--ratio", "3"], ["--ratio is 3", "0 (reuse) to 1"]),
+    "ablation": (["ablation", "--of", "layers", "--ratio", "3"], ["--ratio is 3", "0 (reuse) to 1"]),
+    "size": (["breakdown", "--chunks", "0"], ["--chunks is 0", ">= 1"]),
+    "setting": (["throughput", "--selectors", "relaxkv:window=wide"], ["window", "'wide'", "use int"]),
+    "no layers": (["bandwidth", "--selectors", "epic", "--layers", "1"], ["epic takes no critical layers"]),
+    "layers and profile": (["tradeoff", "--layers", "1", "--profile", "p.json"], ["--layers and --profile"]),
 }
+
+
+NEED_LAYERS = {
+    **{name: ("study", name) for name in STUDIES if name not in ("attention", "anchors", "layers", "relaxkv")},
+    "ablation": ("study", "ablation", "--of", "layers"),
+    "eval": ("eval",),
+}
+
+
+@pytest.mark.parametrize("name", NEED_LAYERS)
+def test_a_model_without_a_shipped_profile_takes_its_own(run, folder, model, tmp_path, name):
+    """What the refusal names can be done: the profile is read, and refused for what it holds."""
+    asked = (*NEED_LAYERS[name], "--models" if name == "eval" else "--model", folder)
+    code, out, err = run(*asked)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "jfuse profile" in err and "--profile" in err and "--layers" in err
+    profile = LayerProfile(Fingerprint.of(model).model_digest, (0.5, 0.25), (0.5, 0.5), 1, 0)
+    for given, part in ((profile, "use 1 to 2 layers"), (profile._replace(model="other"), "fingerprint other")):
+        save_profile(given, tmp_path / "profile.json")
+        code, _, err = run(*asked, "--profile", tmp_path / "profile.json")
+        assert code == 1 and part in err
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -291,7 +291,15 @@ def test_formats_are_told_from_the_first_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", {"text": "x"}, "no known format; use one of jfuse, longbench"),
+        ("a.jsonl", {"text": "x"}, "no known format: its first object has the fields text"),
+        (
+            "a.jsonl",
+            {"question": "?", "answer": "x"},
+            "question, answer\\. .* question, answers .*; the others are l",
+        ),
+        ("a.jsonl", ["x"], "its first object has no fields, but 'x'"),
+        ("a.jsonl", None, "holds no row"),
+        ("a.json", [], "holds no row"),
         ("a.parquet", {}, "is a Parquet file"),
         ("a.json", {"data": []}, "no known format"),
         ("a.json", [{"x": 1}], "no known format"),

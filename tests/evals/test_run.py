@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from jfuse.config import FusionConfig
 from jfuse.evals import run as running
+from jfuse.evals.estimate import estimate
 from jfuse.evals.items import in_batches
 from jfuse.evals.manifest import without_folders
 from jfuse.evals.measure import Case, Setting
@@ -19,8 +21,10 @@ from jfuse.evals.results import write_results
 from jfuse.evals.run import evaluate, make_plan
 from jfuse.evals.settings import Entry, Settings, Task
 from jfuse.evals.workload import draw
+from jfuse.fingerprint import Fingerprint
 from jfuse.generate import prefill_query
 from jfuse.pipeline import ResidentChunks, encode_prefix, full_prefill, serve
+from jfuse.profile import LayerProfile, save_profile
 from jfuse.selectors import by_name
 from jfuse.stitch import make_layout
 from tests.evals.small import text_model
@@ -253,6 +257,58 @@ def test_the_bar_shows_the_share_of_the_gap_that_is_closed():
     assert so_far.add(row("2", "reuse", 0.0, 3.0)) == "t reuse 0: 0% of the KL gap closed"
     so_far.add(row("2", "epic", 0.5, 0.0)), so_far.add(row("1", "epic", 0.3, 9.0, task="other"))
     assert so_far.add(row("2", "epic", 0.3, 1.0)) == "t epic 0.3: 70% of the KL gap closed"
+
+
+def test_a_profile_of_the_models_own_gives_the_layers(data, tmp_path):
+    """For a model that jfuse ships no profile of, what the refusal names is what helps."""
+    model, asked = text_model(3), settings(data, methods=(Entry("qcfuse", (0.3,)),))
+    with pytest.raises(
+        LookupError, match=r"`jfuse profile` and give its file as --profile, or name layers, .* --layers"
+    ):
+        make_plan(asked, "tiny", model)
+    path = tmp_path / "profile.json"
+    save_profile(LayerProfile(Fingerprint.of(model).model_digest, (0.1, 0.3, 0.2), (0.3,), 1, 0), path)
+    plan = make_plan(asked, "tiny", model, profile=path)
+    assert plan.identity["models"]["tiny"]["layers"] == [1, 2, 0]
+    (selector,) = (method.selector for method in plan.items[0].methods if method.name == "qcfuse")
+    assert selector is not None and selector.view.layers == (1, 2, 0)
+    given = make_plan(dataclasses.replace(asked, layers=(2,)), "tiny", model, profile=path)
+    assert given.identity["models"]["tiny"]["layers"] == [2]
+
+
+def test_one_model_has_one_key_however_its_path_is_spelled(data, tmp_path, monkeypatch):
+    """A resume under another spelling must find the rows."""
+    (tmp_path / "models" / "q").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/q", "./models/q", "models/q/", "models/../models/q", str(tmp_path / "models" / "q")):
+        assert make_plan(settings(data), name, text_model(2)).name == "q"
+    assert make_plan(settings(data), "Qwen/Qwen3-8B", text_model(2)).name == "Qwen/Qwen3-8B"  # no such folder here
+
+
+def test_models_are_loaded_for_the_longest_request(data, tmp_path):
+    """A longrope model's other factor set can be asked for; its rows are told apart by the fingerprint."""
+    loaded = []
+
+    def load(name, **options):
+        loaded.append(options)
+        raise KeyboardInterrupt
+
+    for longest in (None, 5000):
+        for measure in (evaluate, estimate):
+            with pytest.raises(KeyboardInterrupt):
+                measure(settings(data, longest_request=longest), tmp_path, load=load)
+    assert loaded == [{"dtype": "auto"}] * 2 + [{"dtype": "auto", "longest_request": 5000}] * 2
+
+
+def test_a_rule_without_its_package_is_refused_before_anything_is_answered(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    row = json.loads(data.read_text().splitlines()[0]) | {"metric": "rouge_l"}
+    (tmp_path / "summaries.jsonl").write_text(json.dumps(row))
+    task = Task("summaries", data=str(tmp_path / "summaries.jsonl"), new_tokens=3)
+    with pytest.raises(ModuleNotFoundError, match=r"'rouge_l', which needs the package 'rouge': pip install rouge"):
+        make_plan(settings(data, tasks=(task,)), "tiny", text_model(2))
+    unanswered = dataclasses.replace(task, new_tokens=0)
+    assert make_plan(settings(data, tasks=(unanswered,)), "tiny", text_model(2)).items
 
 
 def test_manifest_names_no_folder_and_no_secret(whole):

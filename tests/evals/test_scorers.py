@@ -234,6 +234,21 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         scorers.token_f1_zh("北京", "北京")
 
 
+@pytest.mark.parametrize("rule", scorers.METRICS)
+def test_the_packages_of_a_rule_are_those_it_asks_for(monkeypatch, rule):
+    """Both ways: what is said to be needed is needed, and nothing else is."""
+    asked = set()
+
+    def optional(name):
+        asked.add(name)
+        rouge = types.SimpleNamespace(get_scores=lambda *_: [{"rouge-l": {"f": 0.5}}])
+        return types.SimpleNamespace(Rouge=lambda metrics: rouge, cut=lambda text, cut_all: text.split("|"))
+
+    monkeypatch.setattr(scorers, "_optional", optional)
+    scorers.score(sample(["Paragraph 1"], metric=rule, classes=("Paragraph 1",)), "Paragraph 1")
+    assert asked == set(scorers.packages(rule))
+
+
 def test_every_metric_name_has_a_rule():
     from typing import get_args
 

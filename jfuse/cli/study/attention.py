@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfuse.cli.command import make_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import needed_tokenizer
 from jfuse.cli.study.base import Study
 
@@ -32,8 +33,7 @@ class Asked(Study):
         from jfuse.evals.settings import Task
         from jfuse.evals.workload import draw
 
-        if self.num_samples < 1:
-            raise ValueError(f"num-samples is {self.num_samples}; use an integer >= 1.")
+        self.require(1, "num_samples")
         path = Path(self.task)
         task = Task(path.stem, data=self.task) if path.is_file() else Task(self.task)
         tokenizer = needed_tokenizer(model)
@@ -147,7 +147,7 @@ class LayerRecall(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fidelity(Asked):
+class Fidelity(SelectorCommand, Asked):
     """How far fused caches and their attention are from full prefill, layer by layer; no labels are needed."""
 
     name: ClassVar[str] = "fidelity"
@@ -159,23 +159,20 @@ class Fidelity(Asked):
     """Methods beside reuse."""
     ratio: float = 0.3
     """Share of the context that is recomputed."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
-    """Critical layers, counted from 0."""
 
     def run(self) -> int:
         """Measures error and recovery."""
         import numpy as np
 
-        from jfuse.evals.methods import make_methods, needs_layers
+        from jfuse.config import checked_ratio
+        from jfuse.evals.methods import make_methods
         from jfuse.evals.studies.fidelity import layer_fidelity
         from jfuse.plot import by_layer, pair
-        from jfuse.profile import load_profile
 
+        self.check_selectors(self.selectors)
+        checked_ratio(self.ratio, name="--ratio")
         model = self.load()
-        layers = self.layers
-        if not layers and any(map(needs_layers, self.selectors)):
-            layers = load_profile(model).critical_layers()
-        methods = make_methods(self.selectors, (self.ratio,), layers=layers)
+        methods = make_methods(self.selectors, (self.ratio,), layers=self.critical_layers(model, self.selectors))
         rows = layer_fidelity(model, self.prompts(model), methods)
         left, right = pair()
         by_layer(rows, y="error", ylabel="relative error of keys and values", ax=left)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -36,6 +37,20 @@ class Study(ModelCommand):
         """What the study was asked for, by option; where and how it is shown is left out."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in ("json", "debug", "out")}
+
+    def require_shares(self, *names: str) -> None:
+        """Refuses options, of one value or several, that are not above 0.
+
+        Raises:
+            ValueError: names the option and the value.
+        """
+        for name in names:
+            given = getattr(self, name)
+            several = isinstance(given, tuple)
+            for share in given if several else (given,):
+                if not 0 < share < math.inf:
+                    verb = "holds" if several else "is"
+                    raise ValueError(f"--{name.replace('_', '-')} {verb} {share:g}; use a share above 0.")
 
     def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
         """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code.

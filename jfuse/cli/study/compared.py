@@ -4,11 +4,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from jfuse.cli.command import make_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.study.base import Study
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ MEASURES: dict[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared(Study):
+class Compared(SelectorCommand, Study):
     """A study that runs methods on tasks; what it measured is kept, and a second call goes on where it stopped."""
 
     tasks: tuple[str, ...] = ("mq", "mv", "hotpotqa", "squad")
@@ -41,8 +40,6 @@ class Compared(Study):
     """Also answer with at most so many tokens, and score the text."""
     measure: Measure = "kl_closed"
     """What the figure shows."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
 
     def parts(self) -> "list[Part]":
         """What is run."""
@@ -58,12 +55,14 @@ class Compared(Study):
 
         if self.measure.startswith("score") and not self.new_tokens:
             raise ValueError(f"measure is {self.measure}, and nothing is answered; set --new-tokens, such as 64.")
+        self.check_selectors()
+        loading = {"dtype": self.dtype, "longest_request": self.longest_request}
         parts = [
-            part._replace(settings=replace(part.settings, dtype=self.dtype, layers=self.layers or part.settings.layers))
+            part._replace(settings=replace(part.settings, layers=self.layers or part.settings.layers, **loading))
             for part in self.parts()
         ]
         folder = (self.out or Path("runs") / "studies" / self.name) / "parts"
-        rows = run_parts(parts, folder, command=["jfuse", *sys.argv[1:]])
+        rows = run_parts(parts, folder, command=["jfuse", *sys.argv[1:]], profile=self.profile)
         return self.finish({"rows": rows}, self.draw(rows), rows_table(rows, self.measure))
 
     def asked_tasks(self) -> "tuple[Task, ...]":

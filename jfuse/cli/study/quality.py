@@ -113,14 +113,15 @@ class Ablation(Compared):
 
     def parts(self) -> "list[Part]":
         """One run."""
+        from jfuse.config import checked_ratio
         from jfuse.evals.studies.ablation import anchor_ratios, scored_layers
-        from jfuse.profile import load_profile
 
+        checked_ratio(self.ratio, name="--ratio")
         same = {"tasks": self.asked_tasks(), "ratio": self.ratio, "limit": self.limit, "model": self.model}
         if self.of == "anchors":
             return anchor_ratios(self.shares, **same)
         model = self.load()
-        return scored_layers(self.layers or load_profile(model).critical_layers(), model.config.num_layers, **same)
+        return scored_layers(self.critical_layers(model, ["qcfuse"]), model.config.num_layers, **same)
 
     def draw(self, rows: "list[Row]") -> "Axes":
         """A group of bars per task."""

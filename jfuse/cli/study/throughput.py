@@ -1,17 +1,16 @@
 """`jfuse study throughput`: time to first token under load (QCFuse section 4.5, Fig. 14)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import tyro
+from typing import Any, ClassVar
 
 from jfuse.cli.command import as_milliseconds, make_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import needed_tokenizer
 from jfuse.cli.study.base import Study
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput(Study):
+class Throughput(SelectorCommand, Study):
     """Time to first token against requests per second, by full prefill and by fusion (QCFuse Fig. 14).
 
     Requests arrive at random, wait in a queue, and load their caches from host memory while the one before computes.
@@ -34,28 +33,22 @@ class Throughput(Study):
     """Tokens of a chunk."""
     query_tokens: int = 64
     """Tokens of the query."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
 
     def run(self) -> int:
         """Runs every method at every load."""
         from tqdm.auto import tqdm
 
-        from jfuse.cli.prompt import check_selector, choose_selector
+        from jfuse.config import checked_ratio
         from jfuse.evals.load_test import hosted_methods, throughput
         from jfuse.evals.requests import request_of
         from jfuse.plot import ttft_against_load
 
-        for name in self.selectors:
-            check_selector(name)
-        for name in ("requests", "chunks", "chunk_tokens", "query_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; use an integer >= 1.")
-        for load in self.loads:
-            if not load > 0:
-                raise ValueError(f"--loads holds {load:g}; use shares of full prefill's rate above 0.")
+        self.check_selectors(self.selectors)
+        checked_ratio(self.ratio, name="--ratio")
+        self.require(1, "requests", "chunks", "chunk_tokens", "query_tokens")
+        self.require_shares("loads")
         model = self.load()
-        chosen = {name: choose_selector(name, model, self.needed(name)) for name in self.selectors}
+        chosen = self.choose(model, self.selectors)
         request = request_of(
             needed_tokenizer(model), chunks=self.chunks, chunk_tokens=self.chunk_tokens, query_tokens=self.query_tokens
         )
@@ -65,12 +58,6 @@ class Throughput(Study):
         settings = {"model": self.model, "ratio": self.ratio, "requests": self.requests, "chunks": self.chunks}
         settings |= {"chunk_tokens": self.chunk_tokens, "query_tokens": self.query_tokens}
         return self.finish({"settings": settings, "rows": rows}, ttft_against_load(rows), load_table(rows))
-
-    def needed(self, name: str) -> tuple[int, ...]:
-        """The given critical layers, for a selector that takes some."""
-        from jfuse.selectors.listing import NAMED, layer_argument
-
-        return self.layers if layer_argument(NAMED[name][0]) else ()
 
 
 def load_table(rows: list[dict[str, Any]]) -> Any:

@@ -1,17 +1,16 @@
 """`jfuse study timeline`: what one request reads, moves and computes when (QCFuse section 3.4)."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-import tyro
+from typing import ClassVar
 
 from jfuse.cli.ask import report_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import needed_tokenizer
 from jfuse.cli.study.base import Study
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline(Study):
+class Timeline(SelectorCommand, Study):
     """Draws how one request's loading overlaps with its recomputation, its caches behind a link of any speed."""
 
     name: ClassVar[str] = "timeline"
@@ -29,21 +28,20 @@ class Timeline(Study):
     """Tokens of a chunk."""
     query_tokens: int = 64
     """Tokens of the query."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
 
     def run(self) -> int:
         """Serves the request once to compile, and once for the figure."""
-        from jfuse.cli.prompt import check_selector, choose_selector
         from jfuse.config import FusionConfig
         from jfuse.evals.overlap import behind_link
         from jfuse.evals.requests import request_of
         from jfuse.plot import timeline
 
-        check_selector(self.selector)
+        self.check_selectors([self.selector])
+        self.require(1, "chunks", "chunk_tokens", "query_tokens")
+        self.require_shares("load_share")
         config = FusionConfig(ratio=self.ratio)
         model = self.load()
-        selector = choose_selector(self.selector, model, self.layers)
+        selector = self.choose(model, [self.selector])[self.selector]
         request = request_of(
             needed_tokenizer(model), chunks=self.chunks, chunk_tokens=self.chunk_tokens, query_tokens=self.query_tokens
         )

@@ -1,11 +1,10 @@
 """The studies of time: where it goes, and what a slow link costs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jfuse.cli.command import as_milliseconds, make_table
+from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import needed_tokenizer
 from jfuse.cli.study.base import Study
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed(Study):
+class Timed(SelectorCommand, Study):
     """A study that serves one request by several methods in turn."""
 
     selectors: tuple[str, ...] = ("epic", "cacheblend", "fusionrag", "prophetkv", "qcfuse")
@@ -31,36 +30,28 @@ class Timed(Study):
     """Tokens of the query."""
     repeats: int = 5
     """Timed runs of every method; medians are shown."""
-    layers: Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: of the model's profile)")] = ()
-    """Critical layers, counted from 0, for selectors that need them."""
 
     def prepare(self, model: "Model") -> "tuple[Request, dict[str, Selector]]":
         """The request with its chunks encoded, and the methods by name."""
         from jfuse.cli.command import working
-        from jfuse.cli.prompt import choose_selector
         from jfuse.evals.requests import request_of
         from jfuse.evals.studies.served import make_request
-        from jfuse.selectors.listing import NAMED, layer_argument
 
+        methods = self.choose(model, self.selectors)
         sized = request_of(
             needed_tokenizer(model), chunks=self.chunks, chunk_tokens=self.chunk_tokens, query_tokens=self.query_tokens
         )
         with working(f"Encoding {self.chunks} chunks ..."):
             request = make_request(model, sized.pieces, sized.question)
-        methods = {
-            name: choose_selector(name, model, self.layers if layer_argument(NAMED[name][0]) else ())
-            for name in self.selectors
-        }
         return request, methods
 
     def check(self) -> None:
         """Refuses what cannot be run, before anything is loaded."""
-        from jfuse.cli.prompt import check_selector
+        from jfuse.config import checked_ratio
 
-        for name in self.selectors:
-            check_selector(name)
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; use an integer >= 1.")
+        self.check_selectors(self.selectors)
+        checked_ratio(self.ratio, name="--ratio")
+        self.require(1, "chunks", "chunk_tokens", "query_tokens", "repeats")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -85,6 +76,7 @@ class Breakdown(Timed):
         from jfuse.plot import time_breakdown as figure
 
         self.check()
+        self.require(0, "new_tokens")
         request, methods = self.prepare(self.load())
         rows = time_breakdown(request, methods, ratio=self.ratio, repeats=self.repeats, new_tokens=self.new_tokens)
         return self.finish({"settings": self.settings, "rows": rows}, figure(rows), stages_table(rows))
@@ -111,6 +103,7 @@ class Bandwidth(Timed):
         from jfuse.plot import time_breakdown as figure
 
         self.check()
+        self.require_shares("load_shares")
         request, methods = self.prepare(self.load())
         rows = bandwidth(request, methods, load_shares=self.load_shares, ratio=self.ratio, repeats=self.repeats)
         shown = [{name: value for name, value in row.items() if name != "decode"} for row in rows]

@@ -47,16 +47,25 @@ def format_of(path: str | Path) -> str:
     """The name in `FORMATS` of a file's format.
 
     Raises:
-        ValueError: a format that is not known, with the formats that are.
+        ValueError: no row, or a format that is not known: what the first row has, and the formats that are known.
     """
     path = Path(path)
     if path.suffix == ".parquet":
         raise ValueError(f"{path} is a Parquet file; write its rows as JSON Lines first.")
     suffix = path.suffixes[-2] if path.suffix == ".gz" and len(path.suffixes) > 1 else path.suffix
-    found = _of_row(read_first(path)) if suffix != ".json" else _of_document(read_document(path))
-    if found is None:
-        raise ValueError(f"{path} is in no known format; use one of {', '.join(FORMATS)}.")
-    return found
+    first = read_document(path) if suffix == ".json" else read_first(path)
+    found = _of_document(first) if suffix == ".json" else _of_row(first)
+    if found is not None:
+        return found
+    row = next(iter(first), None) if isinstance(first, list) else first
+    if row is None:
+        raise ValueError(f"{path} holds no row; give a file with at least one question.")
+    seen = f"the fields {', '.join(row) or '(none)'}" if isinstance(row, dict) else f"no fields, but {row!r:.60}"
+    others = ", ".join(name for name in FORMATS if name != "jfuse")
+    raise ValueError(
+        f"{path} is in no known format: its first object has {seen}. jfuse's own is JSON Lines with the fields "
+        f"question, answers (a list) and chunks; the others are {others}."
+    )
 
 
 def _of_row(row: Any) -> str | None:
