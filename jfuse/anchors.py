@@ -66,7 +66,8 @@ def kvzip(instruction: tuple[int, ...], *, repeat: bool = False) -> AnchorRule:
 
     QCFuse runs the instruction alone, the default here. KVzip itself lets the answer follow (teacher forcing), so that
     every token of the chunk is a probe row once. Both here score a chunk in one piece and see nothing before it, so
-    that the score belongs to the chunk: KVzip cuts at 2,000 tokens and puts the system prompt into the softmax.
+    that the score depends on the chunk alone: KVzip cuts at 2,000 tokens and puts the system prompt into the softmax,
+    and QCFuse's code puts the system prompt's first 4 tokens there.
 
     Args:
         repeat: append the chunk's own tokens to the instruction. Encoding then costs about twice as much.

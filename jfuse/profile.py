@@ -11,18 +11,15 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jfuse.anchors import chunk_anchors
-from jfuse.chunks import encode_chunk
-from jfuse.config import View, budget
+from jfuse.config import View
+from jfuse.evals.measure import Case
 from jfuse.evals.prompts import Prompt
+from jfuse.evals.recall import recall_at as recall_at
 from jfuse.fingerprint import Fingerprint
 from jfuse.models.decoder import Model
-from jfuse.pipeline import encode_prefix
-from jfuse.probe import probe
 from jfuse.selectors.score import query_attention
-from jfuse.stitch import make_layout, prefix_tokens, stitch, stitch_anchors
 from jfuse.types import Evidence
 
 
@@ -39,12 +36,6 @@ class LayerProfile(NamedTuple):
     def critical_layers(self, k: int = 3) -> tuple[int, ...]:
         """The k layers of highest recall, 0-based, best first."""
         return critical_layers(self.recall, k)
-
-
-def recall_at(scores: Float[np.ndarray, " N"], evidence: Int[np.ndarray, " E"], share: float = 0.1) -> float:
-    """Share of the evidence among the top floor(share * N) positions; ties go to the lower one (QCFuse eq. 13)."""
-    top = np.argsort(-scores, kind="stable")[: budget("floor", share, len(scores))]
-    return float(np.isin(evidence, top).mean())
 
 
 def critical_layers(recall: Sequence[float], k: int = 3) -> tuple[int, ...]:
@@ -95,15 +86,8 @@ _score_all = jax.jit(query_attention())
 
 
 def probe_all_layers(model: Model, prompt: Prompt, anchor_ratio: float = 0.1) -> Evidence:
-    """Evidence of all layers for one prompt, chunks encoded on the spot."""
-    prefix = encode_prefix(model, prompt.prefix)
-    chunks = [encode_chunk(model, tokens) for tokens in prompt.chunks]
-    context = stitch(chunks, model.config.rope, prefix=prefix, pad_to=512)
-    layout = make_layout(prompt.chunks, prefix_tokens(prefix), pad_to=512)
-    blocks = [chunk_anchors(chunk, anchor_ratio) for chunk in chunks]
-    anchors = stitch_anchors(blocks, model.config.rope, layout, prefix=prefix, ratio=anchor_ratio, pad_to=512)
-    view = View("anchors", None, anchor_ratio)
-    return probe(model, prompt.question.tokens, anchors, context, view, scoring=prompt.question.scoring)
+    """Evidence of all layers for one prompt, chunks encoded on the spot; the prefix may be empty."""
+    return Case(model, prompt).evidence(View("anchors", None, anchor_ratio))
 
 
 def save_profile(profile: LayerProfile, path: str | Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jfuse as jf
+from jfuse import pipeline
 from jfuse.anchors import sink
 from jfuse.config import FusionConfig
 from jfuse.fingerprint import Fingerprint
@@ -127,11 +128,13 @@ def test_the_report_accounts_for_the_request(model, store, passages):
 
 
 def test_only_the_question_rows_score(model, store, passages):
-    """Pitfall 26: tokens outside the scoring span may change without changing what is selected by equal states."""
+    """Pitfall 26: tokens after the scoring span may change without changing what is selected."""
     tokens = Letters().encode("who is it? answer")
     head = ask(model, store, passages, Question(tokens, slice(0, 10)))
     whole = ask(model, store, passages, Question(tokens))
     assert not np.array_equal(head.selection.recompute, whole.selection.recompute)
+    other_tail = ask(model, store, passages, Question(np.r_[tokens[:10], (tokens[10:] + 1) % 128], slice(0, 10)))
+    np.testing.assert_array_equal(head.selection.recompute, other_tail.selection.recompute)
     with pytest.raises(ValueError, match="selects none of the 17 query tokens"):
         ask(model, store, passages, Question(tokens, slice(17, 20)))
 
@@ -141,6 +144,40 @@ def test_ttft_counts_selection_fusion_and_query_but_no_decoding(model, store, pa
     report = ask(model, store, passages).report
     assert report.ttft == pytest.approx(sum(v for name, v in report.stages.items() if name != "decode"))
     assert {"select", "fuse", "query"} <= set(report.stages)
+
+
+class Unfinished:
+    """Logits that are still being computed; the log says when they were waited for."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def block_until_ready(self):
+        self.log.append("finished")
+        return self
+
+
+def test_a_stage_ends_when_its_result_is_there(model, passages, monkeypatch):
+    """B-01, pitfall 52: the clock is read after the first token's logits are finished, not when they are dispatched."""
+    chunks, question = [jf.encode_chunk(model, tokens) for tokens in passages], Question(np.arange(7, 12))
+    log = []
+    monkeypatch.setattr(pipeline._Clock, "lap", lambda self, stage: log.append(stage))
+    monkeypatch.setattr(pipeline, "prefill_query", lambda *_, **__: (Unfinished(log), None))
+    jf.serve(model, pipeline.ResidentChunks(chunks), question, SELECTOR, CONFIG)
+    assert log == ["select", "fuse", "finished", "query"]
+    log.clear()
+    monkeypatch.setattr(pipeline, "logits", lambda *_: [Unfinished(log)])
+    jf.full_prefill(model, make_layout(passages, pad_to=64), question)
+    assert log == ["finished", "prefill"]
+
+
+def test_realised_ratio_is_counted_over_all_layers(model, store, passages):
+    """S-09: RelaxKV recomputes far more layer-token states than its nominal ratio."""
+    found = jf.answer(model, store, passages, "who?", jf.selectors.relaxkv(), CONFIG, max_new_tokens=1)
+    recompute = np.asarray(found.selection.recompute)
+    counted = sum(int(row.sum()) for row in recompute) / (3 * sum(len(tokens) for tokens in passages))
+    assert found.report.realised_ratio == pytest.approx(counted) and found.report.rows == tuple(recompute.sum(1))
+    assert found.report.ratio == 0.3 and found.report.realised_ratio > 0.35
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Requests of any length share a bounded number of compiled shapes (K-06, pitfall 53)."""
+"""Requests of any length share a bounded number of compiled shapes (K-06, pitfall 53), and processes share them too."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -61,3 +65,42 @@ def test_forty_requests_stay_within_the_buckets_and_a_second_round_compiles_noth
     with Compilations() as compiled:
         serve_all()
     assert compiled.count == 0
+
+
+PROGRAM = """
+import jax
+import numpy as np
+import jfuse as jf
+from jfuse.models.tiny import tiny_model
+
+model = tiny_model(jax.random.key(0), num_layers=3)
+store = jf.ChunkStore.open("memory://", model)
+passages = [np.arange(length, dtype=np.int32) for length in (21, 34)]
+prefix = jf.encode_prefix(model, np.arange(5))
+config = jf.FusionConfig(0.3, pad_to=64, row_block=32)
+for selector in (jf.selectors.qcfuse((1, 2)), jf.selectors.relaxkv()):
+    question = jf.pipeline.Question(np.arange(7, 12, dtype=np.int32))
+    found = jf.answer(model, store, passages, question, selector, config, prefix=prefix, max_new_tokens=2)
+    print(found.tokens.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_every_program_in_the_compilation_cache(tmp_path):
+    """K-14: what is compiled depends on no order of hashes and no address, so jax's persistent cache misses nothing."""
+    kept, printed = [], []
+    for seed in ("1", "2"):
+        settings = {
+            "PYTHONHASHSEED": seed,
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=os.environ | settings, capture_output=True, text=True, check=True
+        )
+        printed.append(run.stdout)
+        kept.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
+    assert len(kept[0]) > 5, "the cache is in use"
+    assert kept[1] == kept[0], f"compiled again: {sorted(kept[1] - kept[0])}"
+    assert printed[0] == printed[1]

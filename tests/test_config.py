@@ -1,6 +1,9 @@
 """Ratios, budgets, layer lists and buckets: exact numbers, and refusals that name value, range and remedy."""
 
 import inspect
+import re
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -77,11 +80,53 @@ def test_ratios_outside_the_range_are_refused(ratio):
 def test_ratios_that_are_no_numbers_are_refused():
     """S-06: the string "0.3" is not converted; the integer 1 is 1.0; True is not a ratio."""
     for wrong in ("0.3", None, True, [0.3]):
-        with pytest.raises(TypeError):
-            checked_ratio(wrong)
+        with pytest.raises(TypeError, match=rf"ratio is {re.escape(repr(wrong))} of type .*; use a number from 0 to 1"):
+            inspect.unwrap(checked_ratio)(wrong)  # without the tests' type hook, which would refuse first
     assert FusionConfig(ratio=1).ratio == 1.0 and isinstance(FusionConfig(ratio=1).ratio, float)
     assert FusionConfig(ratio=np.float64(0.5)).ratio == 0.5
     assert FusionConfig().ratio is None
+
+
+# What the annotations refuse in the tests, where they are checked, and the library itself in a user's process.
+MISTAKES = {
+    'FusionConfig(ratio="0.3")': "FusionConfig.ratio is '0.3' of type str; use a number from 0 to 1",
+    "FusionConfig(ratio=True)": "FusionConfig.ratio is True of type bool",
+    'FusionConfig(implementation="cuda")': "FusionConfig.implementation is 'cuda'; use None",
+    'View("context", None, anchor_ratio="0.3")': "View.anchor_ratio is '0.3' of type str",
+    'View("everything")': "View.tokens is 'everything'; use one of 'none', 'query'",
+    'budget("flor", 0.5, 10)': "rule is 'flor'; use one of 'floor_min1', 'floor'",
+    'budget("floor", "0.3", 10)': "ratio is '0.3' of type str",
+    'budget_for(selectors.prophetkv(), "0.3", Sizes(0, (9,)))': "ratio is '0.3' of type str",
+    'query_attention(denominator="ctx")': "denominator is 'ctx'; use one of ",
+    'query_attention(heads="sum")': "heads is 'sum'; use one of ",
+    'query_attention(rows="min")': "rows is 'min'; use one of ",
+    'query_attention(scoring="tail")': "scoring is 'tail'; use one of ",
+    'selectors.prophetkv("ibm")': "preset is 'ibm'; use one of ",
+    'selectors.fusionrag("code")': "preset is 'code'; use one of ",
+    'selectors.cacheblend("v2")': "preset is 'v2'; use one of ",
+}
+PROGRAM = """
+import sys
+from jfuse import selectors
+from jfuse.config import FusionConfig, View, budget
+from jfuse.selectors.base import budget_for
+from jfuse.selectors.score import query_attention
+from jfuse.types import Sizes
+for mistake in sys.argv[1:]:
+    try:
+        print(eval(mistake))
+    except (TypeError, ValueError) as error:
+        print(error)
+"""
+
+
+def test_mistakes_are_refused_without_a_type_checker():
+    """S-06: one line each, which names the argument and the value."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM, *MISTAKES], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    assert len(lines) == len(MISTAKES)
+    for (mistake, message), line in zip(MISTAKES.items(), lines, strict=True):
+        assert line.startswith(message), mistake
 
 
 @pytest.mark.parametrize(("field", "value"), [("pad_to", 0), ("row_block", 0), ("ahead", -1)])
@@ -89,15 +134,6 @@ def test_sizes_below_the_least_are_refused(field, value):
     with pytest.raises(ValueError, match=f"FusionConfig.{field} is {value}"):
         FusionConfig(**{field: value})
     assert FusionConfig(ahead=0).ahead == 0  # synchronous
-
-
-def test_unknown_choices_are_refused():
-    with pytest.raises((ValueError, TypeError), match="cuda"):
-        FusionConfig(implementation="cuda")
-    with pytest.raises((ValueError, TypeError), match="everything"):
-        View(tokens="everything")
-    with pytest.raises(ValueError, match="rule is 'flor'; use one of 'floor_min1', 'floor'"):
-        inspect.unwrap(budget)("flor", 0.5, 10)  # without the type hook of the tests, which would refuse first
 
 
 def test_a_view_that_scores_nothing_is_refused():

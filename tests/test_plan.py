@@ -61,7 +61,11 @@ def test_one_request_reckoned_by_hand():
     weights = 22 * sum(costs.layer_weights(config)) * 2
     assert row.selection == pytest.approx((anchors + keys) / 10e9 + max(probe / 100e12, weights / 3.2e12))
     load = (72 * half * 10240 - keys) / 10e9
-    assert row.fusion == pytest.approx(max(load, row.fusion)) and row.fusion > load
+    # 5,120 positions run through 36 layers, the last one up to keys and values; on average they read half the context.
+    keys_values, rest = 4096 * 2 * 8 * 128, 2 * 4096 * 32 * 128 + 3 * 4096 * 12288
+    assert row.edges == pytest.approx(35 * 5120 * (32 + 10240 / 2), rel=0.02)
+    arithmetic = 2 * 5120 * (36 * keys_values + 35 * rest) + 4 * 32 * 128 * row.edges
+    assert row.fusion == pytest.approx(arithmetic / 100e12) and row.fusion > load
     slow = fusion_row(config, replace(H20, disk=0.5e9), SIZES, QCFUSE, ratio=0.5)
     assert slow.fusion == pytest.approx((72 * half * 10240 - keys) / 0.5e9)
     whole = fusion_row(config, replace(H20, disk=0.5e9), SIZES, PROPHETKV, ratio=0.5)

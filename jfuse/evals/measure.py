@@ -19,12 +19,12 @@ from jfuse.costs import realised_ratio
 from jfuse.evals.fidelity import answer_logits, answer_nll, kl_divergence
 from jfuse.evals.methods import Method
 from jfuse.evals.prompts import Prompt
+from jfuse.evals.recall import recall_at
 from jfuse.fuse import fuse, fusion_work
 from jfuse.generate import generate
 from jfuse.models.decoder import Model
 from jfuse.pipeline import ResidentChunks, encode_prefix, full_prefill, serve
 from jfuse.probe import probe
-from jfuse.profile import recall_at
 from jfuse.report import Compilations
 from jfuse.selectors.base import Selector, budget_for, no_score, select
 from jfuse.stitch import make_layout, prefix_tokens, stitch, stitch_anchors

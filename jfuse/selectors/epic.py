@@ -9,7 +9,7 @@ from jfuse.config import View
 from jfuse.selectors import budgets
 from jfuse.selectors.base import Selector
 from jfuse.selectors.made_once import made_once
-from jfuse.types import PREFIX_SEGMENT, Evidence
+from jfuse.types import Evidence
 
 
 @made_once
@@ -67,6 +67,6 @@ def distance_from_start(exempt_first: bool):
 
 
 def spared(evidence: Evidence):
-    """Chunk 0 if nothing precedes it."""
+    """The first chunk if nothing precedes it."""
     segments = jnp.asarray(evidence.segments)
-    return (segments == 0) & ~(segments == PREFIX_SEGMENT).any()
+    return (segments == segments[0]) & (segments[0] >= 0)

@@ -32,8 +32,9 @@ Factory = Callable[..., Selector]
 LEFT_OUT: dict[str, str] = {
     "KVShare": "its choice of tokens has no public definition",
     "KVLink": "it needs weights trained with link tokens",
+    "Cache-Craft": "its chunks are encoded behind others, whose attention it keeps; here each chunk is encoded alone",
 }
-"""Methods that the RelaxKV paper compares and jfuse does not offer, with the reason."""
+"""Methods that the papers compare and jfuse does not offer, with the reason."""
 
 NAMED: dict[str, tuple[Factory, dict[str, Any]]] = {
     "reuse": (reuse, {}),

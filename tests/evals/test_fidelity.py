@@ -5,9 +5,9 @@ import pytest
 
 from jfuse.evals.attention import attention_recovery, layer_overlap, mass_curve, question_mass
 from jfuse.evals.fidelity import answer_logits, answer_nll, kl_divergence
+from jfuse.evals.recall import recall_at
 from jfuse.fuse import cache_error
 from jfuse.pipeline import Question
-from jfuse.profile import recall_at
 
 
 def plain_softmax(row):

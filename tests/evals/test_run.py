@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -218,6 +219,19 @@ def test_samples_that_do_not_fit_are_left_out_for_every_method(data):
     assert len(plan.items) == 3 and not plan.too_long
     with pytest.raises(ValueError, match=r"tiny can serve none of the 3 samples: .* its 100 positions"):
         make_plan(settings(data), "tiny", limited(100), setting=SETTING)
+
+
+def test_one_sample_that_does_not_fit_counts_for_no_method(data, tmp_path):
+    """M-06: the second of three questions is longer than the model; every method is measured on the other two."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[1]["question"] = "The river, " * 40
+    (tmp_path / "towns.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = text_model(2).replace(config=dataclasses.replace(text_model(2).config, max_positions=400))
+    asked = settings(tmp_path / "towns.jsonl", methods=METHODS[:2])
+    plan = make_plan(asked, "tiny", model, setting=SETTING)
+    assert plan.too_long == ["towns/q1"] and [item.sample.id for item in plan.items] == ["q0", "q2"]
+    counts = Counter(method.key for item in plan.items for method in item.methods)
+    assert counts.keys() == plan.planned.keys() and len(counts) == 4 and set(counts.values()) == {2}
 
 
 def test_own_selector_is_measured_beside_others(data, tmp_path):

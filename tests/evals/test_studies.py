@@ -3,13 +3,10 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from jfuse import plot
-from jfuse.anchors import by_name as anchor_rule
-from jfuse.config import View
 from jfuse.evals.attention import question_mass
 from jfuse.evals.measure import Case, Setting
 from jfuse.evals.methods import Method, make_methods
@@ -28,10 +25,12 @@ from jfuse.evals.studies.stress import by_chunk_count, by_chunk_size
 from jfuse.evals.studies.tradeoff import tradeoff
 from jfuse.evals.workload import draw
 from jfuse.pipeline import Question
-from jfuse.profile import LayerProfile, recall_at
+from jfuse.profile import LayerProfile
 from jfuse.selectors import by_name
-from jfuse.selectors.score import query_attention
 from tests.evals.small import bytes_tokenizer, text_model
+from tests.reference import Reference
+from tests.selectors import plain
+from tests.tiny import Request
 
 SETTING = Setting(pad_to=64, row_block=32, staircase_block=32)
 
@@ -182,17 +181,25 @@ def test_concentration_is_that_of_the_stitched_cache(prompts, case):
     assert [row["layer"] for row in overlap] == [0, 1, 2] and all(0 <= row["overlap"] <= 1 for row in overlap)
 
 
-def test_anchor_recall_is_the_probes_and_its_ends_do_not_depend_on_the_rule(prompts):
-    prompts = prompts[:1]
+def test_anchor_recall_is_that_of_plain_loops_and_its_ends_do_not_depend_on_the_rule(prompts, case):
+    """QCFuse Fig. 6. Sinks at 0.3: the query sees the prefix and the first ceil(0.3 * C) tokens of each chunk."""
+    chunks = tuple(case._chunks)
+    count = sum(len(chunk.tokens) for chunk in chunks)
+    labelled = np.sort(np.random.default_rng(0).choice(count, count // 3, replace=False)).astype(np.int32)
+    prompts = [prompts[0]._replace(evidence=labelled)]
     rows = anchor_recall(text_model(), prompts, rules=("sink", "kvzip"), ratios=(0.0, 0.3, 1.0), setting=SETTING)
     found = {(row["rule"], row["anchor_ratio"]): row["recall"] for row in rows}
     assert found["sink", 0.0] == found["kvzip", 0.0] and found["sink", 1.0] == found["kvzip", 1.0]
-    recalls = []
-    for prompt in prompts:
-        case = Case(text_model(), prompt, anchor_rule=anchor_rule("sink", text_model()), setting=SETTING)
-        scores = np.asarray(jax.jit(query_attention())(case.evidence(View("anchors", None, 0.3)))).sum(0)
-        recalls.append(recall_at(scores[np.asarray(case.stale.segments) >= 0], prompt.evidence))
-    assert found["sink", 0.3] == pytest.approx(np.mean(recalls))
+    model, question = text_model(), prompts[0].question
+    reference = Reference(model.config, model.params)
+    request = Request(model, reference, chunks, case._prefix, question.tokens, SETTING.pad_to, case.stale)
+    seen, start = set(range(request.num_prefix)), request.num_prefix
+    for chunk in chunks:
+        seen |= set(range(start, start + -(-3 * len(chunk.tokens) // 10)))
+        start += len(chunk.tokens)
+    asking = range(len(question.tokens))[question.scoring]
+    expected = plain.recall(plain.question_attention(request, [seen] * 3, rows=asking).sum(0), labelled)
+    assert found["sink", 0.3] == pytest.approx(expected) and 0 < expected < 1
     assert all(row["n"] == 1 for row in rows)
     with pytest.raises(ValueError, match="No prompt has a labelled answer"):
         anchor_recall(text_model(), [prompts[0]._replace(evidence=np.zeros(0, np.int32))], rules=("sink",))

@@ -40,6 +40,9 @@ QUICK = [
     Case(17, 257, 4, 4, 16, order="gaps"),
 ]
 
+# K-13: one kernel function under grids of 2, 5, 3 and 4 blocks of rows (two heads a group, 32 to a block)
+GRIDS = [Case(rows, 70, 2, 1, 16) for rows in (32, 80, 48, 64)]
+
 FULL = [
     # K-01: lengths around the blocks, as many rows as keys
     *(Case(n, n, size=16) for n in (17, 127, 129, 192)),
@@ -63,8 +66,7 @@ FULL = [
         Case(rows, keys, size=32, padding=padding)
         for rows, keys, padding in ((64, 64, 63), (130, 30, 29), (40, 200, 20))
     ),
-    # K-13: one kernel function under grids of 2, 5, 3 and 4 blocks of rows (two heads a group, 32 or 64 to a block)
-    *(Case(rows, 70, 2, 1, 16) for rows in (32, 80, 48, 64)),
+    *GRIDS,
     *(Case(rows, 70, 2, 1, 16, "bfloat16") for rows in (64, 160, 96, 128)),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.ahead_of_time import GPUS, available, compile_for
 from jfuse.pallas.selective_attention_triton import selective_attention_triton
-from tests.pallas.attention_cases import FULL, QUICK, Case, assert_equal_to_dense, draw
+from tests.pallas.attention_cases import FULL, GRIDS, QUICK, Case, assert_equal_to_dense, draw
 
 # An interpreted kernel takes seconds to compile and milliseconds to run: compiled plainly, it takes half.
 PLAIN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -32,6 +32,13 @@ def test_equals_dense_attention(case):
 def test_equals_dense_attention_everywhere(case):
     """K-01, K-02, K-03, K-04, K-13, pitfalls 9, 10, 32, 56."""
     check(case)
+
+
+@pytest.mark.kernels
+def test_one_process_runs_four_grids():
+    """K-13: each call has its own grid, also once all are compiled. (The cases above may go to several processes.)"""
+    for case in (*GRIDS, *reversed(GRIDS)):
+        check(case)
 
 
 def test_there_are_enough_shapes():

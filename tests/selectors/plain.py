@@ -74,6 +74,14 @@ def head_mass(request, q, own, keys, *, denominator="all", rows=None):
     return mass
 
 
+def question_attention(request, visible, *, denominator="all", rows=None):
+    """Mean attention [L, N] of heads and scoring rows to each context position, the query run over what is visible."""
+    q, own = query_states(request, visible)
+    keys, _ = cached(request)
+    mass = [head_mass(request, q[l], own[l], keys[l], denominator=denominator, rows=rows) for l in range(len(q))]
+    return np.stack([m.mean((0, 1)) for m in mass])[:, request.num_prefix :]
+
+
 def everything_before(request):
     return [set(range(request.end))] * request.model.config.num_layers
 
@@ -90,6 +98,11 @@ def on_context(request, scores):
 def best(scores, k):
     """The k best indices: score descending, then index ascending."""
     return set(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k])
+
+
+def recall(scores, evidence):
+    """Share of the labelled context positions among the floor(N / 10) best."""
+    return len(best(scores, len(scores) // 10) & {int(i) for i in evidence}) / len(evidence)
 
 
 def picked(request, mask):

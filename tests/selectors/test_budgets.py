@@ -23,7 +23,7 @@ LENGTHS = ((1,), (2,), (1, 2), (4, 5), (10,), (50, 49, 1), (100, 100))
 PREFIX, QUERY = 7, 11
 
 
-def by_hand(name, share, lengths):
+def by_hand(name, share, lengths, query=QUERY):
     """The count of each method's own rule (methods differ), from an exact ratio."""
     n, positive = sum(lengths), share > 0
     if name in ("epic", "epic_16"):  # there is a prefix, so that no chunk is exempt
@@ -31,7 +31,7 @@ def by_hand(name, share, lengths):
     if name in ("cacheblend", "cacheblend_paper", "a3"):
         return min(n, floor(share * (PREFIX + n)))
     if name == "cacheblend_lmcache":
-        return min(n, floor(share * (PREFIX + n + QUERY)))
+        return min(n, floor(share * (PREFIX + n + query)))
     rounded = min(n, max(round(share * n), int(positive)))
     least_one = min(n, max(floor(share * n), int(positive)))
     if name == "relaxkv_g":
@@ -60,8 +60,8 @@ def test_default_ratio_and_bad_ratios():
     sizes = Sizes(0, (100, 100))
     assert budget_for(selectors.qcfuse((1,)), None, sizes) == 100
     assert budget_for(selectors.prophetkv(), None, sizes) == 40
-    for wrong in (-0.1, 1.5, float("nan"), "0.3"):
-        with pytest.raises(Exception, match="ratio"):
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"ratio is {wrong}; use a number from 0 \(reuse\) to 1"):
             budget_for(selectors.prophetkv(), wrong, sizes)
 
 
@@ -93,10 +93,28 @@ def test_a_batch_with_a_budget_for_each_request(evidence, choose):
         np.testing.assert_array_equal(rows.visible[i], alone.visible)
 
 
-@pytest.mark.parametrize("name", ["epic", "cacheblend", "qcfuse", "relaxkv"])
-def test_only_the_order_of_chunks_matters(evidence, score, name):
+@pytest.mark.parametrize("name", NAMED)
+def test_a_query_far_longer_than_the_context(evidence, name):
+    """T-08: 600 query tokens over 20 of context; the selection stays inside, and only LMCache's budget grows."""
+    request = tiny.build_request(lengths=(13, 7), prefix=PREFIX, query=600)
+    selector = selectors.by_name(name, layers=(1,))
+    seen, sizes = evidence(request, selector), request.context.sizes(600)
+    for ratio, share in ((0.03, Fraction(3, 100)), (0.3, Fraction(3, 10))):
+        k = budget_for(selector, ratio, sizes)
+        assert k == by_hand(name, share, (13, 7), query=600)
+        rows = np.asarray(select(selector, seen, k, num_layers=4).recompute)
+        context = np.arange(PREFIX, PREFIX + 20)
+        assert not np.delete(rows, context, axis=1).any()
+        targets = {"reuse": 0, "recompute_all": 20}.get(name, k[0] if isinstance(k, tuple) else k)
+        count = rows[-1].sum()
+        assert targets <= count <= 20 if name == "target_union" else count == targets
+
+
+@pytest.mark.parametrize("prefix", [0, 9])
+@pytest.mark.parametrize("name", ["epic", "epic_16", "cacheblend", "qcfuse", "relaxkv"])
+def test_only_the_order_of_chunks_matters(evidence, score, name, prefix):
     """Pitfall 60: relabelled segments (another numbering in the store) change no score on the context."""
-    request = tiny.build_request()
+    request = tiny.build_request(prefix=prefix)
     selector = selectors.by_name(name, layers=(1, 2))
     seen = evidence(request, selector)
     segments = np.asarray(seen.segments)

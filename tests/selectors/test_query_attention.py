@@ -95,17 +95,6 @@ def test_min_max_keeps_the_order_and_a_constant_layer_is_zero(request_, evidence
     assert np.isnan(plain.on_context(request_, broken)).all()
 
 
-def test_switches_are_checked():
-    """A misspelt switch is refused with its choices."""
-    # Under the type hook of the tests the annotation refuses first, naming the same argument.
-    for wrong in ({"denominator": "ctx"}, {"heads": "sum"}, {"rows": "min"}, {"scoring": "tail"}):
-        with pytest.raises(Exception, match=next(iter(wrong))):
-            query_attention(**wrong)
-    for build, wrong in ((selectors.prophetkv, "ibm"), (selectors.fusionrag, "code"), (selectors.cacheblend, "v2")):
-        with pytest.raises(Exception, match="preset"):
-            build(wrong)
-
-
 def test_a_score_that_is_not_finite_is_refused(request_, evidence):
     """Pitfall 33: NaN and infinity are errors by name, and only on context positions."""
     selector = selectors.prophetkv()

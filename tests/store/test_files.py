@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 import safetensors
 
+import jfuse
+from jfuse import selectors
+from jfuse.pipeline import Question
 from jfuse.store import ChunkMiss, ChunkStore, StoreError
 from jfuse.store import files as files_module
+from tests import tiny
 
 
 def listing(folder):
@@ -173,6 +177,29 @@ def test_a_disk_that_takes_nothing_degrades_to_no_store(monkeypatch, folder, reo
     assert not [name for name in listing(folder) if name.endswith(".tmp")]
     monkeypatch.setattr(files_module, "write_all", disk.write)
     assert store.put(make_chunk(1)) == id and store.lookup(make_chunk(1).tokens).hit
+
+
+def test_requests_are_answered_all_the_same_while_the_disk_is_full(monkeypatch, folder, reopen):
+    """C-07: equal answers with and without room, one warning, and every report says what was not kept."""
+    model, rng = tiny.build_model(), np.random.default_rng(0)
+    passages = [rng.integers(0, 128, length).astype(np.int32) for length in (21, 34)]
+
+    def ask(store):
+        config = jfuse.FusionConfig(0.3, pad_to=64, row_block=32)
+        question = Question(np.arange(7, 12))
+        return jfuse.answer(model, store, passages, question, selectors.qcfuse((1, 2)), config, max_new_tokens=4)
+
+    expected = ask(ChunkStore.open("memory://", model))
+    store = reopen(model)
+    FullDisk(monkeypatch, folder, 0)
+    with pytest.warns(RuntimeWarning, match="did not take a chunk") as caught:
+        answers = [ask(store), ask(store)]
+    assert len(caught) == 1 and not store.ids()
+    for found in answers:
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.selection.recompute, expected.selection.recompute)
+        assert found.report.hits == 0
+    assert set(answers[1].report.missed.values()) == {f"not stored: {os.strerror(errno.ENOSPC)}"}
 
 
 def test_room_that_cannot_be_reserved_leaves_nothing_behind(monkeypatch, folder, reopen, make_chunk):

@@ -9,9 +9,9 @@ from jfuse.anchors import by_name
 from jfuse.config import View
 from jfuse.evals.measure import DEFAULT, Case, Setting
 from jfuse.evals.prompts import Prompt
+from jfuse.evals.recall import recall_at
 from jfuse.evals.studies.parts import Row
 from jfuse.models.decoder import Model
-from jfuse.profile import recall_at
 from jfuse.selectors.score import query_attention
 
 RULES = ("sink", "knorm", "h2o", "kvzip")
