@@ -5,6 +5,7 @@ the question needs, and answers. Grouped by phase: models, offline, online, meas
 """
 
 from jfuse import anchors, selectors
+from jfuse.chat import chat_request
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, View, budget
 from jfuse.fuse import cache_error, fuse, fusion_work, soft_fuse
@@ -43,6 +44,7 @@ __all__ = [
     "budget",
     "budget_for",
     "cache_error",
+    "chat_request",
     "encode_chunk",
     "encode_prefix",
     "full_prefill",

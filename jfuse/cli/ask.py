@@ -51,7 +51,7 @@ class Answer(SelectorCommand, ModelCommand):
 
     def run(self) -> int:
         """Serves the request."""
-        from jfuse.cli.prompt import make_request
+        from jfuse.chat import chat_request
         from jfuse.config import FusionConfig
         from jfuse.pipeline import answer, encode_prefix
 
@@ -62,19 +62,21 @@ class Answer(SelectorCommand, ModelCommand):
             raise ValueError("Both --chunks and --passages are given; name the passages in one way.")
         model = self.load()
         selector = self.choose(model, [self.selector])[self.selector]
-        prefix, question = make_request(needed_tokenizer(model), self.question, self.instruction)
-        store, chunks = self.open(model)
+        prefix, question = chat_request(needed_tokenizer(model), self.question, self.instruction)
+        store, ids, chunks = self.open(model)
         cached = encode_prefix(model, prefix) if len(prefix) else None
         out = answer(
             model, store, chunks, question, selector, config, prefix=cached, max_new_tokens=self.max_new_tokens
         )
         text = (out.text or "").strip()
-        value = {"question": self.question, "answer": text, "tokens": out.tokens.tolist(), "chunks": chunks}
+        value = {"question": self.question, "answer": text, "tokens": out.tokens.tolist(), "chunks": ids}
         self.show(value | {"report": out.report.as_dict()}, text, *([report_table(out.report)] if self.report else []))
         return 0
 
-    def open(self, model: "Model") -> "tuple[ChunkStore, list[str]]":
-        """The store, and the ids of the chunks to read.
+    def open(self, model: "Model") -> "tuple[ChunkStore, list[str], list[Any]]":
+        """The store, the ids of the chunks to read, and the chunks as `answer` takes them.
+
+        Passages go on as tokens: a store that could not keep them is no reason not to answer.
 
         Raises:
             StoreError: no store, or none of this model's chunks in it.
@@ -86,7 +88,7 @@ class Answer(SelectorCommand, ModelCommand):
         if self.passages:
             pieces = list(cut(read_files(self.passages), needed_tokenizer(model), self.chunk_tokens))
             store = ChunkStore.open(self.store, model)
-            return store, encode_missing(model, store, pieces)
+            return store, encode_missing(model, store, pieces), [piece.tokens for piece in pieces]
         store = open_existing(self.store, model)
         ids = find_ids(store, self.chunks) if self.chunks else store.ids()
         if not ids:
@@ -99,7 +101,7 @@ class Answer(SelectorCommand, ModelCommand):
                 f"{store.url} holds {len(ids)} chunks in no order; name those to read, in the order to read them, with "
                 "--passages PATH, the files that were encoded, or --chunks ID."
             )
-        return store, ids
+        return store, ids, ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,32 +1,12 @@
-"""From a question to the token ids around the passages."""
+"""A plain prompt in token ids, and the empty context it continues."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jfuse.evals.prompts import JOINT
 from jfuse.models.decoder import Model
 from jfuse.models.tokenizer import Tokenizer
-from jfuse.pipeline import Question
 from jfuse.types import PAD_POSITION, PADDING_SEGMENT, ContextCache, LayerKV
-
-
-def make_request(tokenizer: Tokenizer, question: str, instruction: str) -> tuple[Int[np.ndarray, " P"], Question]:
-    """Prefix and question of a request: the chat template around instruction, passages and question.
-
-    Only the question's own tokens score. A base model without template is cued by "Answer:".
-
-    Raises:
-        ValueError: an empty question.
-    """
-    if not question.strip():
-        raise ValueError("The question is empty; ask something.")
-    parts = tokenizer.chat_parts(None)
-    opening = tokenizer.encode(instruction + JOINT) if instruction else np.zeros(0, np.int32)
-    asked = tokenizer.encode(question)
-    tail = tokenizer.encode_template(parts.tail) if parts.tail else tokenizer.encode("\nAnswer:")
-    prefix = np.concatenate([tokenizer.encode_template(parts.head), opening])
-    return prefix, Question(np.concatenate([asked, tail]), slice(0, len(asked)))
 
 
 def make_prompt(tokenizer: Tokenizer, text: str, *, raw: bool = False) -> Int[np.ndarray, " T"]:

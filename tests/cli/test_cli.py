@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jfuse import selectors
+from jfuse.chat import chat_request
 from jfuse.cli import COMMANDS
-from jfuse.cli.prompt import make_prompt, make_request
+from jfuse.cli.prompt import make_prompt
 from jfuse.models.resolve import load_model
 from jfuse.models.tokenizer import Tokenizer
 from jfuse.profile import load_profile
@@ -105,7 +106,7 @@ def test_answer_by_recomputing_all_is_full_prefill(as_json, store, folder, model
         *("--chunks", ids[0][:12], ids[1], "--max-new-tokens", 3, "--instruction", "Read."),
     )
     assert found["chunks"] == ids
-    prefix, question = make_request(model.tokenizer, "Which river?", "Read.")
+    prefix, question = chat_request(model.tokenizer, "Which river?", "Read.")
     assert model.tokenizer.decode(prefix) == "Read.\n\n"
     assert model.tokenizer.decode(question.tokens) == "Which river?\nAnswer:"
     assert model.tokenizer.decode(question.tokens[question.scoring]) == "Which river?"
@@ -153,6 +154,16 @@ def test_answer_over_files_encodes_what_is_missing(as_json, folder, passages):
     assert as_json(*asked, "--max-new-tokens", 1, "--store", "fresh", "--chunk-tokens", 32)["tokens"] == found["tokens"]
 
 
+def test_answer_over_files_does_not_need_a_store_that_keeps_them(as_json, folder, passages, monkeypatch):
+    """A full disk warns and costs time; the passages are at hand."""
+    asked = ("answer", "Which river?", "--passages", passages, "--model", folder, "--selector", "reuse")
+    expected = as_json(*asked, "--max-new-tokens", 1, "--store", "kept", "--chunk-tokens", 32)
+    monkeypatch.setattr(ChunkStore, "_write", lambda store, encoded: None)
+    found = as_json(*asked, "--max-new-tokens", 1, "--store", "lost", "--chunk-tokens", 32)
+    assert found["tokens"] == expected["tokens"] and found["chunks"] == expected["chunks"]
+    assert found["report"]["hits"] == 0 and len(found["report"]["missed"]) == len(found["chunks"])
+
+
 def test_generate_is_greedy_over_the_prompt(as_json, run, folder, model):
     found = as_json("generate", "The Nile", "--raw", "--model", folder, "--max-new-tokens", 4)
     prompt = make_prompt(model.tokenizer, "The Nile", raw=True)
@@ -170,7 +181,7 @@ def test_requests_and_prompts_follow_the_chat_template(folder, model):
     roles = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = Tokenizer(spec, special_tokens=roles, chat_template=TEMPLATE)
     start, end = (int(tokenizer.encode_template(token)[0]) for token in roles.values())
-    prefix, question = make_request(tokenizer, "What is </s>?", "Read.")
+    prefix, question = chat_request(tokenizer, "What is </s>?", "Read.")
     assert tokenizer.decode(prefix, skip_special=False) == "<s>user\nRead.\n\n"
     assert tokenizer.decode(question.tokens, skip_special=False) == "What is </s>?</s>\n<s>assistant"
     ids = np.concatenate([prefix, question.tokens]).tolist()
@@ -180,7 +191,7 @@ def test_requests_and_prompts_follow_the_chat_template(folder, model):
     assert tokenizer.decode(whole, skip_special=False) == "<s>user\nHi</s>\n<s>assistant"
     with_bos = Tokenizer(spec, special_tokens=roles, add_bos=True)
     assert make_prompt(with_bos, "<s>", raw=True).tolist() == [start, *with_bos.encode("<s>").tolist()]
-    assert make_request(with_bos, "Hi", "")[0].tolist() == [start]
+    assert chat_request(with_bos, "Hi", "")[0].tolist() == [start]
 
 
 # profile, verify, convert, demo

@@ -64,7 +64,7 @@ def test_layers_study(as_json, folder, towns, tmp_path):
     check_files(tmp_path, "layers")
     made = as_json("profile", "--model", folder, "--samples", towns, "--top", 1, "--out", tmp_path / "p.json")
     drawn = as_json("study", "layers", "--model", folder, "--profile", tmp_path / "p.json", "--out", tmp_path)
-    assert [row["recall"] for row in drawn["single"]] == made["recall"] and drawn["settings"]["num_samples"] == 2
+    assert [row["recall"] for row in drawn["single"]] == made["recall"] and drawn["num_samples"] == 2
 
 
 @pytest.mark.slow

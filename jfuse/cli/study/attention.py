@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -40,11 +40,6 @@ class Asked(Study):
         prompts = [make_prompt(sample, tokenizer) for sample in draw(task, tokenizer, self.num_samples)]
         return tqdm(prompts, desc=self.name, unit="question", disable=None)  # type: ignore[return-value]
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the figure is of."""
-        return {"model": self.model, "task": self.task, "num_samples": self.num_samples}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Concentration(Asked):
@@ -67,7 +62,7 @@ class Concentration(Asked):
         best = sorted(overlap, key=lambda row: -row["overlap"])[:5]
         agreed = [(row["layer"], f"{row['overlap']:.1%}") for row in best]
         return self.finish(
-            {"settings": self.settings, "mass": curve, "overlap": overlap},
+            {"mass": curve, "overlap": overlap},
             left,
             make_table(("tokens", "mass", "standard error"), shown, f"{self.task}, {curve[0]['n']} questions"),
             make_table(("layer", "overlap"), agreed, "Layers that agree best with all layers together"),
@@ -100,7 +95,7 @@ class Anchors(Asked):
             (row["rule"], f"{row['anchor_ratio']:g}", f"{row['recall']:.3f}", f"{row['recall_se']:.3f}") for row in rows
         ]
         table = make_table(("rule", "anchors", "recall at 10%", "standard error"), shown, f"{rows[0]['n']} questions")
-        return self.finish({"settings": self.settings, "rows": rows}, figure(rows), table)
+        return self.finish({"rows": rows}, figure(rows), table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +133,8 @@ class LayerRecall(Asked):
             for row, summed in zip(best, together, strict=False)
         ]
         columns = ("rank", "layer", "recall alone", "with those above")
-        settings = {"model": self.model, "data": profile.data, "num_samples": profile.num_samples}
         return self.finish(
-            {"settings": settings, "single": single, "together": together},
+            {"data": profile.data, "num_samples": profile.num_samples, "single": single, "together": together},
             left,
             make_table(columns, shown, f"{profile.data}, {profile.num_samples} questions"),
         )
@@ -183,4 +177,4 @@ class Fidelity(SelectorCommand, Asked):
             means = (float(np.mean([row[field] for row in own])) for field in ("error", "recovery"))
             shown.append((name, f"{ratio:g}", *(f"{mean:.3f}" for mean in means)))
         table = make_table(("method", "ratio", "error", "recovery"), shown, "Means over layers")
-        return self.finish({"settings": self.settings | {"ratio": self.ratio}, "rows": rows}, left, table)
+        return self.finish({"rows": rows}, left, table)

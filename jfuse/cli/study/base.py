@@ -53,11 +53,8 @@ class Study(ModelCommand):
                     raise ValueError(f"--{name.replace('_', '-')} {verb} {share:g}; use a share above 0.")
 
     def finish(self, result: dict[str, Any], axes: "Axes | None", *tables: Any) -> int:
-        """Saves data (`NAME.json`) and figure (PNG, PDF) side by side, shows the result, and returns the exit code.
-
-        All options are among the data's `settings`; what a study writes there itself goes before them.
-        """
-        result = {**result, "settings": _plain(self.options | result.get("settings", {}))}
+        """Saves data (`NAME.json`, with the study's options) and figure (PNG, PDF), shows the result, returns 0."""
+        result = {"settings": _plain(self.options), **result}
         folder = self.out or Path("runs") / "studies" / self.name
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.label_of_files}.json"

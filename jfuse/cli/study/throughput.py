@@ -55,9 +55,7 @@ class Throughput(SelectorCommand, Study):
         methods = hosted_methods(model, request, chosen, ratio=self.ratio)
         with tqdm(total=len(methods) * (len(self.loads) + 2), unit="run", disable=None) as bar:
             rows = throughput(methods, loads=self.loads, count=self.requests, tick=bar.update)
-        settings = {"model": self.model, "ratio": self.ratio, "requests": self.requests, "chunks": self.chunks}
-        settings |= {"chunk_tokens": self.chunk_tokens, "query_tokens": self.query_tokens}
-        return self.finish({"settings": settings, "rows": rows}, ttft_against_load(rows), load_table(rows))
+        return self.finish({"rows": rows}, ttft_against_load(rows), load_table(rows))
 
 
 def load_table(rows: list[dict[str, Any]]) -> Any:

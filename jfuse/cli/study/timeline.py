@@ -46,7 +46,4 @@ class Timeline(SelectorCommand, Study):
             needed_tokenizer(model), chunks=self.chunks, chunk_tokens=self.chunk_tokens, query_tokens=self.query_tokens
         )
         report = behind_link(model, request, selector, config, load_share=self.load_share)
-        settings = {"model": self.model, "load_share": self.load_share}
-        return self.finish(
-            {"settings": settings, "report": report.as_dict()}, timeline(report.events), report_table(report)
-        )
+        return self.finish({"report": report.as_dict()}, timeline(report.events), report_table(report))

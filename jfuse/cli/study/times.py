@@ -53,12 +53,6 @@ class Timed(SelectorCommand, Study):
         checked_ratio(self.ratio, name="--ratio")
         self.require(1, "chunks", "chunk_tokens", "query_tokens", "repeats")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What was served."""
-        names = ("model", "ratio", "chunks", "chunk_tokens", "query_tokens", "repeats")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown(Timed):
@@ -79,7 +73,7 @@ class Breakdown(Timed):
         self.require(0, "new_tokens")
         request, methods = self.prepare(self.load())
         rows = time_breakdown(request, methods, ratio=self.ratio, repeats=self.repeats, new_tokens=self.new_tokens)
-        return self.finish({"settings": self.settings, "rows": rows}, figure(rows), stages_table(rows))
+        return self.finish({"rows": rows}, figure(rows), stages_table(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,7 @@ class Bandwidth(Timed):
         request, methods = self.prepare(self.load())
         rows = bandwidth(request, methods, load_shares=self.load_shares, ratio=self.ratio, repeats=self.repeats)
         shown = [{name: value for name, value in row.items() if name != "decode"} for row in rows]
-        return self.finish({"settings": self.settings, "rows": rows}, figure(shown), stages_table(rows))
+        return self.finish({"rows": rows}, figure(shown), stages_table(rows))
 
 
 def stages_table(rows: list[dict[str, Any]]) -> Any:
