@@ -227,7 +227,8 @@ def _pair(model: str, task: str, first, second, ids: list[str], group: Group) ->
     reuse = np.maximum(reuse, TINY)  # one chunk alone is exact, and leaves nothing to divide by
     low, high = _interval((a - b, reuse), lambda d, r, axis: d.mean(axis) / r.mean(axis))
     difference = float((a - b).mean() / reuse.mean())
-    return Pair(model, task, *first, *second, len(ids), difference, low, high, int((a < b).sum()))
+    wins = int((a < b).sum())
+    return Pair(model, task, first[0], first[1], second[0], second[1], len(ids), difference, low, high, wins)
 
 
 def _interval(samples: tuple[Float[np.ndarray, " n"], ...], statistic) -> tuple[float, float]:
