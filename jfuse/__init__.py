@@ -8,6 +8,7 @@ from jfuse import anchors, selectors
 from jfuse.chat import chat_request
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, View, budget
+from jfuse.evals.profiling import profile_layers
 from jfuse.fuse import cache_error, fuse, fusion_work, soft_fuse
 from jfuse.generate import generate
 from jfuse.models.decoder import Model, prefill
@@ -15,7 +16,7 @@ from jfuse.models.resolve import load_model
 from jfuse.offload import prefetch
 from jfuse.pipeline import Answer, Question, answer, encode_prefix, full_prefill, serve
 from jfuse.probe import probe
-from jfuse.profile import LayerProfile, load_profile, profile_layers
+from jfuse.profile import LayerProfile, load_profile
 from jfuse.report import Report
 from jfuse.selectors.base import Selector, budget_for, select
 from jfuse.selectors.topk import perturbed, soft_top_k, straight_through, top_k

@@ -48,8 +48,9 @@ class Profile(ModelCommand):
         """Profiles every layer and saves what was found."""
         from tqdm.auto import tqdm
 
+        from jfuse.evals.profiling import profile_layers
         from jfuse.evals.prompts import make_prompt
-        from jfuse.profile import critical_layers, profile_layers, save_profile
+        from jfuse.profile import critical_layers, save_profile
 
         self.require(1, "num_samples", "length", "top")
         model = self.load()

@@ -5,10 +5,11 @@ import pytest
 
 from jfuse.evals.measure import Case, Setting
 from jfuse.evals.methods import Method, ends
+from jfuse.evals.profiling import profile_layers
 from jfuse.evals.prompts import Prompt
 from jfuse.fingerprint import Fingerprint
 from jfuse.pipeline import Question
-from jfuse.profile import LayerProfile, load_profile, profile_layers, save_profile
+from jfuse.profile import LayerProfile, load_profile, save_profile
 from jfuse.selectors import by_name
 from tests import tiny
 from tests.selectors import plain

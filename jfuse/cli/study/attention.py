@@ -113,9 +113,10 @@ class LayerRecall(Asked):
 
     def run(self) -> int:
         """Profiles every layer, or reads a profile."""
+        from jfuse.evals.profiling import profile_layers
         from jfuse.evals.studies.layers import layer_rows
         from jfuse.plot import by_layer, pair, top_layer_recall
-        from jfuse.profile import load_profile, profile_layers
+        from jfuse.profile import load_profile
 
         model = self.load()
         if self.profile:
