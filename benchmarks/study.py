@@ -73,7 +73,7 @@ def page(run: Run) -> str:
     parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
     if run.pairs:
         explained = (
-            "Methods at one ratio, or at realised shares at most 0.02 apart. Difference in KL between the first and "
+            "Methods at one ratio, or at realised shares at most 0.03 apart. Difference in KL between the first and "
             "the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the first. "
             "Then the samples on which the first is closer to full prefill."
         )
