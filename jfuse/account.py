@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jfuse import costs
 from jfuse.config import FusionConfig
+from jfuse.fuse import Work
 from jfuse.models.decoder import Model, Prefill
 from jfuse.pallas.choice import fallbacks
 from jfuse.report import Report
@@ -23,7 +24,7 @@ class Served(NamedTuple):
     context: ContextCache
     queried: Prefill
     selection: Selection
-    rows: tuple[int, ...]
+    work: Work
     budget: int
     stages: dict[str, float]
     events: tuple[Event, ...]
@@ -47,6 +48,7 @@ def make_report(
     context, view = served.context, selector.view
     sizes, itemsize = context.sizes(num_query), np.dtype(model.dtype).itemsize
     fusion = costs.fusion_cost(model.config, context, served.selection)
+    begun = costs.begun_cost(model.config, context, served.selection, served.work.begun)
     query = costs.prefill_cost(model.config, num_query, past=context.end)
     probed = costs.probe_cost(model.config, view, sizes)
     full = costs.prefill_cost(model.config, context.end + num_query).flops
@@ -59,9 +61,9 @@ def make_report(
         num_prefix=sizes.prefix,
         num_context=sizes.context,
         num_query=num_query,
-        rows=served.rows,
+        rows=served.work.rows,
         edges=fusion.edges,
-        flops=fusion.flops + query.flops + probed.flops,
+        flops=fusion.flops - begun.flops + query.flops + probed.flops,
         full_flops=full,
         hits=hits,
         missed=dict(missed or {}),
@@ -73,5 +75,5 @@ def make_report(
         compilations=compilations,
         fallbacks=fallbacks(),
         events=served.events,
-        full_prefill_estimate=computing * full / (fusion.flops + query.flops),
+        full_prefill_estimate=computing * full / (fusion.flops - begun.flops + query.flops),
     )

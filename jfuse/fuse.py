@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation, round_up
 from jfuse.models.config import ModelConfig
-from jfuse.models.decoder import Model, Params, Rows, finish, project, start
+from jfuse.models.decoder import Model, Params, Rows, finish, make_rows, project, start
 from jfuse.pallas.rotate import rotate
 from jfuse.pallas.scatter_rows import scatter_rows
 from jfuse.pallas.selective_attention import selective_attention
 from jfuse.pallas.soft_attention import soft_attention
-from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnyArray, ContextCache, LayerKV, Selection
+from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, AnyArray, Begun, ContextCache, LayerKV, Selection
 from jfuse.visible import Readable, gather, gathered_size, key_counts, readable
 
 
@@ -31,13 +31,16 @@ class Work(NamedTuple):
     rows: tuple[int, ...]  # recomputed positions per layer, exact, not growing with depth
     restricted: bool  # whether recomputed rows see less than their whole prefix
     keys: tuple[int, ...] | None = None  # keys that the rows of a layer may read, if restricted and counted
+    begun: int = 0  # first layers that the probe has run as this fusion would
 
 
-def fusion_work(selection: Selection, segments: Int[AnyArray, " S"] | None = None) -> Work:
+def fusion_work(selection: Selection, segments: Int[AnyArray, " S"] | None = None, begun: Begun | None = None) -> Work:
     """Counts a hard selection. This is the one point where a fusion waits for the device.
 
     Args:
         segments: the context's. With them the keys of a restricted context are counted, so that they can be gathered.
+        begun: the evidence's first layers. They count if the probe ran just the positions that the selection names
+            there; of the last of them it may have run more.
 
     Raises:
         TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`.
@@ -48,21 +51,26 @@ def fusion_work(selection: Selection, segments: Int[AnyArray, " S"] | None = Non
             f"fuse takes a boolean selection, got {selection.recompute.dtype} weights; "
             "use soft_fuse, or select with pick=top_k."
         )
-    counts, restricted, resurfacing, keys = jax.device_get(_count(selection, segments))
+    ran = None if begun is None else begun.ran
+    counts, restricted, resurfacing, keys, other = jax.device_get(_count(selection, segments, ran))
     if resurfacing:
         raise ValueError(
             f"{resurfacing} positions are recomputed at a layer but not at the one before; a position must run through "
             "all earlier layers. Make `recompute` a reverse running maximum over layers."
         )
     keys = tuple(int(n) for n in keys) if restricted and keys is not None else None
-    return Work(tuple(int(n) for n in counts), bool(restricted), keys)
+    return Work(tuple(int(n) for n in counts), bool(restricted), keys, 0 if ran is None or other else len(ran))
 
 
 @jax.jit
-def _count(selection: Selection, segments: Int[AnyArray, " S"] | None):
+def _count(selection: Selection, segments: Int[AnyArray, " S"] | None, ran: Bool[AnyArray, "F S"] | None):
     recompute = selection.recompute
     keys = None if segments is None else key_counts(selection, segments)
-    return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum(), keys
+    other = None
+    if ran is not None:
+        first = recompute[: len(ran)]
+        other = (first[:-1] != ran[:-1]).any() | (first[-1] & ~ran[-1]).any() | ~first[0].any()
+    return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum(), keys, other
 
 
 def fuse(
@@ -71,6 +79,7 @@ def fuse(
     selection: Selection,
     *,
     work: Work | None = None,
+    begun: Begun | None = None,
     row_block: int = 1,
     donate: bool = False,
     implementation: Implementation = None,
@@ -82,7 +91,9 @@ def fuse(
     is so for every row at the last layer.
 
     Args:
-        work: `fusion_work(selection, context.segments)` if it is known already; needed inside a trace.
+        work: `fusion_work(selection, context.segments, begun)` if it is known already; needed inside a trace.
+        begun: `evidence.begun`, so that layers which the probe has run are not run again. Only where `context` is the
+            one that was probed.
         row_block: rows are padded to a multiple of this, so that similar budgets share one compilation; serving uses
             128.
         donate: overwrite the given layers in place. Only while serving: the caller's `context` is gone afterwards.
@@ -91,9 +102,9 @@ def fuse(
         TypeError: a soft selection.
         ValueError: target sets that are not nested in depth.
     """
-    work = work or fusion_work(selection, jnp.asarray(context.segments))
+    work = work or fusion_work(selection, jnp.asarray(context.segments), begun)
     layers = fuse_layers(
-        model, context, selection, work, row_block=row_block, donate=donate, implementation=implementation
+        model, context, selection, work, begun, row_block=row_block, donate=donate, implementation=implementation
     )
     return context._replace(kv=tuple(layers))
 
@@ -103,6 +114,7 @@ def fuse_layers(
     context: ContextCache,
     selection: Selection,
     work: Work,
+    begun: Begun | None = None,
     *,
     row_block: int = 1,
     donate: bool = False,
@@ -117,14 +129,23 @@ def fuse_layers(
         if sizes[l] == 0:
             yield pic
             continue
-        if state is None:
-            state = _gather(model.config, model.params, context.tokens, positions, selection.recompute[0], sizes[l])
-        if sizes[l + 1] == 0:
-            write = _write_layer_donating if donate else write_layer
-            yield write(model.config, blocks[l], state, pic, implementation=implementation)
-            continue
-        same = work.rows[l + 1] == work.rows[l]  # nested sets of one size are one set
-        stay = None if same else _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
+        stay = None
+        rows_at = functools.partial(_gather, model.config, model.params, context.tokens, positions)
+        if begun is not None and l < work.begun:
+            pic = _take(begun.kv[l], pic, selection.recompute[l])
+            if l + 1 < work.begun or sizes[l + 1] == 0:
+                yield pic
+                continue
+            state = rows_at(selection.recompute[l + 1], sizes[l + 1], begun.x)
+        else:
+            if state is None:
+                state = rows_at(selection.recompute[0], sizes[l])
+            if sizes[l + 1] == 0:
+                write = _write_layer_donating if donate else write_layer
+                yield write(model.config, blocks[l], state, pic, implementation=implementation)
+                continue
+            if work.rows[l + 1] != work.rows[l]:  # nested sets of one size are one set
+                stay = _stay(state.place, selection.recompute[l + 1], sizes[l + 1])
         keys = None
         if work.restricted:
             size = gathered_size(work.keys[l], len(positions), row_block) if work.keys else None
@@ -154,12 +175,21 @@ class FusionState(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "size"))
-def _gather(config, params, tokens, positions, recompute, size) -> FusionState:
-    """Rows of the first layer: token embeddings of the selected positions, never a cached hidden state."""
+def _gather(config, params, tokens, positions, recompute, size, x=None) -> FusionState:
+    """The selected positions as rows: their token embeddings, or the states `x` of all positions at a later layer."""
     (index,) = jnp.nonzero(recompute, size=size, fill_value=recompute.shape[0])
     at = positions.at[index].get(mode="fill", fill_value=PAD_POSITION)
-    x, rows = start(config, params, jnp.asarray(tokens).at[index].get(mode="fill", fill_value=0), at)
+    if x is None:
+        x, rows = start(config, params, jnp.asarray(tokens).at[index].get(mode="fill", fill_value=0), at)
+    else:
+        x, rows = x.at[index].get(mode="fill", fill_value=0), make_rows(config, at)
     return FusionState(x, _distinct(index, recompute.shape[0]), rows)
+
+
+@jax.jit
+def _take(fresh: LayerKV, pic: LayerKV, recompute: Bool[Array, " S"]) -> LayerKV:
+    """The layer with what the probe has computed for the positions that are recomputed at it."""
+    return jax.tree.map(lambda new, old: jnp.where(recompute[:, None, None], new, old), fresh, pic)
 
 
 def _distinct(place: Int[Array, " R"], end: int | Int[Array, ""]) -> Int[Array, " R"]:

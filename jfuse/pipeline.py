@@ -33,7 +33,7 @@ from jfuse.sources import Source, StoredChunks
 from jfuse.stitch import Layout, make_layout, prefix_tokens
 from jfuse.store import ChunkMiss, ChunkStore
 from jfuse.timeline import Event
-from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, Chunk, ContextCache, KVCache, LayerKV, Selection
+from jfuse.types import PAD_POSITION, PREFIX_SEGMENT, Begun, Chunk, ContextCache, KVCache, LayerKV, Selection
 
 
 class Answer(NamedTuple):
@@ -139,12 +139,13 @@ def serve(
         )
         k = budget_for(selector, config.ratio, context.sizes(len(question.tokens)))
         selection = select(selector, evidence, k, num_layers=model.config.num_layers, params=params)
-        work = fusion_work(selection, context.segments)  # waits for the device
+        begun = evidence.begun
+        work = fusion_work(selection, context.segments, begun)  # waits for the device
         timeline.add(Event("select", None, began, timeline.now))
         clock.lap("select")
 
         del evidence, anchors  # the view's layers are fused in place now
-        fused = _fuse_arriving(model, incoming, selection, work, config)
+        fused = _fuse_arriving(model, incoming, selection, work, begun, config)
         clock.lap("fuse")
         began = timeline.now
         first, queried = prefill_query(model, fused, question.tokens, implementation=config.implementation)
@@ -152,13 +153,11 @@ def serve(
         timeline.add(Event("query", None, began, timeline.now))
         clock.lap("query")
     targets = k[0] if isinstance(k, tuple) else k
-    return Served(
-        first, fused, queried, selection, work.rows, targets, clock.stages, timeline.events(), dict(incoming.lost)
-    )
+    return Served(first, fused, queried, selection, work, targets, clock.stages, timeline.events(), dict(incoming.lost))
 
 
 def _fuse_arriving(
-    model: Model, incoming: Incoming, selection: Selection, work: Work, config: FusionConfig
+    model: Model, incoming: Incoming, selection: Selection, work: Work, begun: Begun | None, config: FusionConfig
 ) -> ContextCache:
     """Fuses layers as they come in. Layers are handed out only `ahead` beyond the last one that is done."""
     fused: list[LayerKV] = []
@@ -174,6 +173,7 @@ def _fuse_arriving(
         incoming.context._replace(kv=cast(KVCache, arriving())),
         selection,
         work,
+        begun,
         row_block=config.row_block,
         donate=True,
         implementation=config.implementation,

@@ -96,6 +96,7 @@ def fusion_row(
     first = costs.selection_bytes(config, view, sizes, itemsize=itemsize)
     again = 2 * _half(config, itemsize) * _anchor_layers(config, selector) * costs.num_anchors(view, sizes)
     probe, fuse = costs.probe_cost(config, view, sizes), costs.fusion_cost(config, context, selection)
+    begun = costs.begun_cost(config, context, selection, view.fresh).flops
     query = costs.prefill_cost(config, sizes.query, past=sizes.prefix + sizes.context)
 
     depth = max(costs.needed_layers(view, config.num_layers), default=-1) + 1
@@ -103,8 +104,8 @@ def fusion_row(
     reading = first / hardware.load
     selecting = max(reading, probing) if view.tokens == "context" else reading + probing
     rest = (whole - (first - again)) / hardware.load
-    layers = sum(count > 0 for count in fuse.rows)
-    fusing = _seconds(hardware, fuse.flops, _weight_bytes(config, layers, itemsize)) if fuse.flops else 0.0
+    layers = sum(count > 0 for count in fuse.rows[max(view.fresh - 1, 0) :])
+    fusing = _seconds(hardware, fuse.flops - begun, _weight_bytes(config, layers, itemsize)) if fuse.flops else 0.0
     asking = _seconds(hardware, query.flops, _weight_bytes(config, config.num_layers, itemsize) + whole)
     overlapped = max(rest, fusing)
     return Row(
@@ -118,7 +119,7 @@ def fusion_row(
         first,
         fuse.rows,
         fuse.edges,
-        probe.flops + fuse.flops + query.flops,
+        probe.flops + fuse.flops - begun + query.flops,
     )
 
 

@@ -20,7 +20,7 @@ from jfuse.pallas.rotate import rotate
 from jfuse.pallas.selective_attention import selective_attention
 from jfuse.selectors.score import squared_difference
 from jfuse.selectors.topk import top_k
-from jfuse.types import PAD_POSITION, AnchorCache, AnyArray, ContextCache, Evidence, LayerKV
+from jfuse.types import PAD_POSITION, AnchorCache, AnyArray, Begun, ContextCache, Evidence, LayerKV
 
 
 def probe(
@@ -76,7 +76,7 @@ def probe(
         queries=tuple(states[l].q for l in layers if l in states),
         pic=tuple(context.kv[l] for l in layers),
         query=tuple(states[l].kv for l in layers if l in states),
-        fresh=_recompute_first(model, context, view, implementation),
+        begun=_recompute_first(model, context, view, implementation),
         scoring_rows=np.pad(scoring_rows, (0, padding)),
         query_positions=query_positions,
         positions=np.asarray(context.positions),
@@ -97,17 +97,16 @@ def _past(view: View, anchors: AnchorCache | None, context: ContextCache, l: int
     return None if nothing else Past(anchors.kv[l], jnp.asarray(anchors.positions[l]))
 
 
-def _recompute_first(
-    model: Model, context: ContextCache, view: View, implementation: Implementation
-) -> tuple[LayerKV, ...]:
-    """Keys and values of the first `view.fresh` layers, recomputed under the real context for every position.
+def _recompute_first(model: Model, context: ContextCache, view: View, implementation: Implementation) -> Begun | None:
+    """The first `view.fresh` layers, recomputed under the real context for every position.
 
     With `view.kept`, only that share of the context goes on after layer 1, 2, ...: those that deviate most, keys and
     values together. The others keep their cached entries from there on, so nothing of them deviates any more.
     """
-    fresh: list[LayerKV] = []
     if not view.fresh:
-        return ()
+        return None
+    fresh: list[LayerKV] = []
+    ran: list[Bool[Array, " S"]] = []
     real = jnp.asarray(context.segments) >= 0
     keep, blocks = jnp.ones(real.shape, bool), model.layers
     x, rows = start(model.config, model.params, context.tokens, context.positions)
@@ -128,7 +127,8 @@ def _recompute_first(
             implementation=implementation,
         )
         fresh.append(kv)
-    return tuple(fresh)
+        ran.append(keep & real)
+    return Begun(tuple(fresh), x, jnp.stack(ran))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keys_only", "implementation"))

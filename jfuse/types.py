@@ -113,18 +113,31 @@ class ContextCache(NamedTuple):
         return Sizes(int((segments == PREFIX_SEGMENT).sum()), tuple(int(n) for n in lengths), num_query)
 
 
+class Begun(NamedTuple):
+    """The first F layers of a fusion, which a probe has run already because its selector looks at them (CacheBlend)."""
+
+    kv: KVCache  # what these layers hold then; the last of them was run up to its keys and values
+    x: Float[Array, "S D"]  # hidden states that enter the last of them
+    ran: Bool[AnyArray, "F S"]  # the context positions that were run at each
+
+
 class Evidence(NamedTuple):
     """What a selector may look at: the layers of its view, in the view's order."""
 
     queries: tuple[Float[Array, "U N H"], ...]  # query states at request positions (QCFuse eqs. 9, 17)
     pic: tuple[LayerKV, ...]  # context entries at request positions; prefix and padding included
     query: tuple[LayerKV, ...]  # the query's own keys and values, for denominators that include them
-    fresh: tuple[LayerKV, ...]  # recomputed layers, only for views that ask (CacheBlend)
+    begun: Begun | None  # recomputed first layers, only for views that ask (CacheBlend)
     scoring_rows: Bool[AnyArray, " U"]  # the question proper, without template head and tail; padding is False
     query_positions: Int[AnyArray, " U"]  # PAD_POSITION where padded
     positions: Int[AnyArray, " S"]
     segments: Int[AnyArray, " S"]
     offsets: Int[AnyArray, " S"]  # position inside its own chunk
+
+    @property
+    def fresh(self) -> KVCache:
+        """Keys and values of the recomputed first layers."""
+        return () if self.begun is None else self.begun.kv
 
 
 class Selection(NamedTuple):

@@ -102,3 +102,21 @@ def test_probe(view, visible):
                 flops += QUERIES + AFTER
                 edges += row + 1
     assert costs.probe_cost(CONFIG, view, SIZES) == (tuple(rows), edges, flops + EDGE * edges)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_what_the_probe_has_begun(layers):
+    """Of its layers the probe has run the rows of all but the last in full, and of that one the keys and values."""
+    layout = make_layout([np.zeros(n, np.int32) for n in SIZES.chunks], np.zeros(5, np.int32), pad_to=64)
+    context = ContextCache(layout.tokens, layout.positions, layout.segments, ())
+    everyone = np.broadcast_to(layout.segments >= 0, (3, len(layout.segments)))
+    edges = flops = 0
+    for layer in range(layers):
+        for row in range(5, 40):
+            flops += KEYS_VALUES
+            if layer < layers - 1:
+                flops += QUERIES + AFTER
+                edges += row + 1
+    selection = Selection(everyone, np.ones((1, everyone.shape[1]), bool), np.int32(0))
+    found = costs.begun_cost(CONFIG, context, selection, layers)
+    assert (found.edges, found.flops) == (edges, flops + EDGE * edges)

@@ -1,16 +1,20 @@
 """Sparse fusion against dense masked passes, soft fusion against float64 mixing and finite differences."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jfuse import selectors
 from jfuse.fuse import Work, cache_error, fuse, fuse_layer, fusion_work, soft_fuse
 from jfuse.generate import prefill_query
 from jfuse.models.decoder import Model, prefill
+from jfuse.probe import probe
 from jfuse.selectors.allocate import uniform
+from jfuse.selectors.base import budget_for, select
 from jfuse.selectors.topk import soft_top_k
 from jfuse.stitch import stitch
 from jfuse.types import Selection
@@ -18,6 +22,7 @@ from tests.reference import restricted_mask
 from tests.tiny import build_model, build_request
 
 pytestmark = pytest.mark.usefixtures("strict")
+fusing = importlib.import_module("jfuse.fuse")  # `jfuse.fuse` is the function
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 LOGITS = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -409,3 +414,55 @@ def test_work_is_counted_exactly():
     hidden[0, 20] = False
     assert fusion_work(selection(request, recompute, hidden)).restricted
     assert build_model().config.num_layers == 4
+
+
+BEGINNING = {
+    "cacheblend": selectors.cacheblend(),
+    "lmcache": selectors.cacheblend("lmcache"),
+    "paper": selectors.cacheblend("paper", schedule=(0.6,)),
+    "deeper check": selectors.cacheblend(check_layer=2),
+    "a3": selectors.a3(),
+}
+
+
+@pytest.mark.parametrize("row_block", [1, 32])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("name", BEGINNING)
+def test_layers_that_the_probe_has_run_are_not_run_again(name, ratio, row_block, monkeypatch):
+    """The cache is that of a fusion from the start, and its first layers are taken from the probe.
+
+    At ratio 1 the gradual filter's last budget lets everyone through, and the probe has run fewer.
+    """
+    request, selector = build_request(), BEGINNING[name]
+    evidence, chosen = probed(request, selector, ratio)
+    whole = fuse(request.model, request.context, chosen)
+    work = fusion_work(chosen, begun=evidence.begun)
+    assert work.begun == (0 if (name, ratio) == ("paper", 1.0) else selector.view.fresh)
+    ran = []
+    monkeypatch.setattr(
+        fusing,
+        "fuse_layer",
+        lambda config, block, *given, **how: ran.append(block) or fuse_layer(config, block, *given, **how),
+    )
+    short = fuse(request.model, request.context, chosen, begun=evidence.begun, row_block=row_block)
+    assert_same_cache(short, whole, request.end)
+    assert len(ran) == request.model.config.num_layers - max(work.begun, 1)  # the last layer has a function of its own
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("cacheblend", 0.0), ("qcfuse", 0.3)])
+def test_a_probe_that_began_otherwise_is_not_taken(name, ratio):
+    """A budget of 0, and targets that are not everyone at the first layers: then fusion starts from the embeddings."""
+    request = build_request()
+    evidence, _ = probed(request, selectors.cacheblend(), 0.3)
+    _, chosen = probed(request, selectors.by_name(name, layers=(1, 2)), ratio)
+    assert fusion_work(chosen, begun=evidence.begun).begun == 0
+    ours = fuse(request.model, request.context, chosen, begun=evidence.begun)
+    assert bytes_of(ours) == bytes_of(fuse(request.model, request.context, chosen))
+
+
+def probed(request, selector, ratio):
+    """Evidence, and what the selector makes of it."""
+    view = selector.view
+    evidence = probe(request.model, request.query, request.view_cache(view), request.context, view)
+    k = budget_for(selector, ratio, request.context.sizes(len(request.query)))
+    return evidence, select(selector, evidence, k, num_layers=request.model.config.num_layers)

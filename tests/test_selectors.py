@@ -222,7 +222,7 @@ def blank_evidence(num_context: int, size: int, seed: int = 0) -> Evidence:
     segments = np.where(np.arange(size) < num_context, 0, -1).astype(np.int32)
     positions = np.where(segments == 0, np.arange(size), 2**30).astype(np.int32)
     one = np.zeros(1, np.int32)
-    return Evidence((), (), (), (), one == 0, one, positions, segments, np.arange(size, dtype=np.int32))
+    return Evidence((), (), (), None, one == 0, one, positions, segments, np.arange(size, dtype=np.int32))
 
 
 def test_half_of_700_in_a_bucket_of_1024():

@@ -127,7 +127,7 @@ def test_chunks_that_are_equal_are_told_apart():
     """Pitfall 59: one stored chunk placed twice is two chunks of the request, each with its own first tokens."""
     segments = np.repeat([0, 1], 5).astype(np.int32)
     zeros = np.zeros(10, np.int32)
-    seen = Evidence((), (), (), (), np.ones(1, bool), zeros[:1], zeros, segments, chunk_offsets(segments))
+    seen = Evidence((), (), (), None, np.ones(1, bool), zeros[:1], zeros, segments, chunk_offsets(segments))
     selector = selectors.epic(2, exempt_first=False)
     chosen = select(selector, seen, budget_for(selector, None, Sizes(0, (5, 5))), num_layers=1)
     assert np.flatnonzero(chosen.recompute[0]).tolist() == [0, 1, 5, 6]

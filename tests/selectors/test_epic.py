@@ -53,7 +53,7 @@ def test_shares_are_exact_for_long_chunks(lengths):
     """The float ranking separates k/n of long chunks: every ratio gives floor(ratio * length) in each chunk."""
     segments = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     nothing = np.zeros(len(segments), np.int32)
-    evidence = Evidence((), (), (), (), np.ones(1, bool), nothing[:1], nothing, segments, chunk_offsets(segments))
+    evidence = Evidence((), (), (), None, np.ones(1, bool), nothing[:1], nothing, segments, chunk_offsets(segments))
     score = np.asarray(jax.jit(start_of_chunk(False))(evidence))[0]
     for percent in range(0, 101, 7):
         counts = [percent * n // 100 for n in lengths]
