@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,7 +35,7 @@ class View:
 
     def __post_init__(self):
         # A view is a static argument of jit; lists would not hash.
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
+        object.__setattr__(self, "layers", None if self.layers is None else _integers("View.layers", self.layers))
         object.__setattr__(self, "kept", tuple(self.kept))
         check_choice("View.tokens", self.tokens, get_args(TokenView))
         if self.tokens != "none" and self.layers == ():
@@ -104,6 +105,13 @@ def checked_ratio(ratio: float | int, *, name: str = "ratio") -> float:
     if not 0.0 <= float(ratio) <= 1.0:
         raise ValueError(f"{name} is {ratio}; use a number from 0 (reuse) to 1 (full prefill).")
     return float(ratio)
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}; use a sequence of integers, such as (20, 21).") from None
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jfuse.config import Implementation, round_up
@@ -43,9 +44,15 @@ def fusion_work(selection: Selection, segments: Int[AnyArray, " S"] | None = Non
             there; of the last of them it may have run more.
 
     Raises:
-        TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`.
+        TypeError: a soft selection, whose weights `fuse` would have to round; use `soft_fuse`. Or a traced one, which
+            cannot be counted.
         ValueError: target sets that are not nested in depth.
     """
+    if isinstance(selection.recompute, Tracer):
+        raise TypeError(
+            "This selection is traced (inside jit, vmap or grad), so its rows cannot be counted; count it outside and "
+            "give fuse(..., work=fusion_work(selection)), or use soft_fuse, which needs no count."
+        )
     if selection.recompute.dtype != np.bool_:
         raise TypeError(
             f"fuse takes a boolean selection, got {selection.recompute.dtype} weights; "
@@ -91,7 +98,8 @@ def fuse(
     is so for every row at the last layer.
 
     Args:
-        work: `fusion_work(selection, context.segments, begun)` if it is known already; needed inside a trace.
+        work: `fusion_work(selection, context.segments, begun)` if it is known already; needed inside a trace. It must
+            be of this very selection, which is not checked again.
         begun: `evidence.begun`, so that layers which the probe has run are not run again. Only where `context` is the
             one that was probed.
         row_block: rows are padded to a multiple of this, so that similar budgets share one compilation; serving uses

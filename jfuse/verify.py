@@ -194,7 +194,7 @@ def _reuse_error(case: Case, run: Served | None) -> float:
     """Difference from the stitched cache; a row that ran, even to no effect, counts as an error of 1."""
     if run is None:
         return np.nan
-    return max(_bit_error(run.context.kv, case.stitched.kv), float(any(run.rows)))
+    return max(_bit_error(run.context.kv, case.stitched.kv), float(any(run.work.rows)))
 
 
 def _kept_error(case: Case, run: Served | None) -> float:

@@ -94,6 +94,8 @@ MISTAKES = {
     'FusionConfig(implementation="cuda")': "FusionConfig.implementation is 'cuda'; use None",
     'View("context", None, anchor_ratio="0.3")': "View.anchor_ratio is '0.3' of type str",
     'View("everything")': "View.tokens is 'everything'; use one of 'none', 'query'",
+    'View(layers="23")': "View.layers is '23'; use a sequence of integers",
+    "View(layers=[1.5])": "View.layers is [1.5]; use a sequence of integers",
     'budget("flor", 0.5, 10)': "rule is 'flor'; use one of 'floor_min1', 'floor'",
     'budget("floor", "0.3", 10)': "ratio is '0.3' of type str",
     'budget_for(selectors.prophetkv(), "0.3", Sizes(0, (9,)))': "ratio is '0.3' of type str",

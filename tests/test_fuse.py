@@ -466,3 +466,19 @@ def probed(request, selector, ratio):
     evidence = probe(request.model, request.query, request.view_cache(view), request.context, view)
     k = budget_for(selector, ratio, request.context.sizes(len(request.query)))
     return evidence, select(selector, evidence, k, num_layers=request.model.config.num_layers)
+
+
+def test_a_traced_selection_needs_its_count():
+    request = build_request()
+    _, chosen = probed(request, selectors.epic(), 0.3)
+    with pytest.raises(TypeError, match=r"selection is traced.*work=fusion_work\(selection\)"):
+        jax.jit(lambda chosen: fuse(request.model, request.context, chosen).kv)(chosen)
+
+
+def test_evidence_of_another_view_is_refused():
+    """As far as the number of layers tells."""
+    request = build_request()
+    evidence, _ = probed(request, selectors.qcfuse((1, 2)), 0.3)
+    for other in (selectors.prophetkv(), selectors.qcfuse((1,)), selectors.cacheblend(), selectors.epic()):
+        with pytest.raises(ValueError, match=r"evidence holds 2 layers.*probe\(\.\.\., selector\.view\)"):
+            select(other, evidence, 3, num_layers=request.model.config.num_layers)

@@ -134,3 +134,9 @@ def test_soft_budget_holds_for_scores_of_any_size(scale):
         np.testing.assert_allclose(weights.sum(-1), 7, atol=1e-3)
     tied = np.float32(scale) * np.array([1, 1, 1, 0, 2], np.float32)
     np.testing.assert_allclose(SOFT(tied, 3, temperature=scale * 1e-5), [2 / 3, 2 / 3, 2 / 3, 0, 1], atol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.1, float("nan")])
+def test_temperatures_are_above_zero(temperature):
+    with pytest.raises(ValueError, match=r"temperature is .*; use a number above 0, or top_k"):
+        soft_top_k(jnp.arange(4.0), 2, temperature=temperature)

@@ -10,7 +10,7 @@ import tyro
 
 from jfuse.cli.command import DEFAULT_STORE, ModelCommand, make_table
 from jfuse.cli.selector import SelectorCommand
-from jfuse.cli.store import encode_missing, find_ids, needed_tokenizer, open_existing
+from jfuse.cli.store import find_ids, needed_tokenizer, open_existing
 
 if TYPE_CHECKING:
     from jfuse.models.decoder import Model
@@ -76,7 +76,7 @@ class Answer(SelectorCommand, ModelCommand):
     def open(self, model: "Model") -> "tuple[ChunkStore, list[str], list[Any]]":
         """The store, the ids of the chunks to read, and the chunks as `answer` takes them.
 
-        Passages go on as tokens: a store that could not keep them is no reason not to answer.
+        Passages go on as tokens: `answer` encodes those that the store lacks, and its report says so.
 
         Raises:
             StoreError: no store, or none of this model's chunks in it.
@@ -88,7 +88,8 @@ class Answer(SelectorCommand, ModelCommand):
         if self.passages:
             pieces = list(cut(read_files(self.passages), needed_tokenizer(model), self.chunk_tokens))
             store = ChunkStore.open(self.store, model)
-            return store, encode_missing(model, store, pieces), [piece.tokens for piece in pieces]
+            chunks = [piece.tokens for piece in pieces]
+            return store, [store.lookup(tokens).id for tokens in chunks], chunks
         store = open_existing(self.store, model)
         ids = find_ids(store, self.chunks) if self.chunks else store.ids()
         if not ids:

@@ -45,6 +45,7 @@ def make_methods(
     *,
     layers: Sequence[int] = (),
     selectors: Mapping[str, Selector] | None = None,
+    num_layers: int | None = None,
 ) -> list[Method]:
     """Both ends, then every named selector at every ratio; one that ignores the ratio is taken once.
 
@@ -55,15 +56,18 @@ def make_methods(
         names: as `selectors.parse` reads them: `selector` or `selector:setting=value,setting=value`.
         layers: critical layers for the selectors that need them.
         selectors: selectors of your own, by the name that `names` uses.
+        num_layers: of the model that they are for, if it is known; their layers are checked then.
 
     Raises:
-        ValueError: what `parse_selector` refuses, or a ratio outside [0, 1].
+        ValueError: what `parse_selector` refuses, a ratio outside [0, 1], or a layer that the model does not have.
     """
     methods = {method.key: method for method in ends()}
     for name in names:
         if name in (FULL, "full", "recompute_all", REUSE):
             continue
         selector = (selectors or {}).get(name) or parse_selector(name, layers=layers)
+        if num_layers is not None:
+            selector.view.layer_indices(num_layers)
         for ratio in (0.0,) if ignores_ratio(selector) else ratios:
             method = Method(name, checked_ratio(ratio, name="ratios"), selector)
             methods[method.key] = method

@@ -110,7 +110,7 @@ def make_plan(
     name, mine = _key(name), selectors or {}
     asked = [entry.selector for entry in settings.methods if entry.selector not in mine]
     layers = needed_layers(asked, model, layers=settings.layers, profile=profile)
-    methods = _methods(settings, layers, selectors)
+    methods = _methods(settings, layers, selectors, model.config.num_layers)
     rule = anchor_rule_by_name(settings.anchor_rule, model)
     drawn = {task.name: workload.draw(task, model.tokenizer, settings.limit) for task in settings.tasks}
     scored = [sample for task in settings.tasks if task.new_tokens for sample in drawn[task.name]]
@@ -167,13 +167,17 @@ def _missing(name: str, item: Item, records: Records) -> list[Method]:
 
 
 def _methods(
-    settings: Settings, layers: Sequence[int], selectors: Mapping[str, Selector] | None
+    settings: Settings,
+    layers: Sequence[int],
+    selectors: Mapping[str, Selector] | None,
+    num_layers: int | None = None,
 ) -> list[tuple[Method, int]]:
     """Methods in the order given, each with the number of samples it is measured on."""
+    given: dict[str, Any] = {"layers": layers, "selectors": selectors, "num_layers": num_layers}
     found = {method.key: (method, settings.limit) for method in ends()}
     for entry in settings.methods:
         limit = min(settings.limit, entry.limit or settings.limit)
-        for method in make_methods([entry.selector], entry.ratios, layers=layers, selectors=selectors):
+        for method in make_methods([entry.selector], entry.ratios, **given):
             if method.key not in found or limit > found[method.key][1]:
                 found[method.key] = (method, limit)
     return list(found.values())

@@ -77,7 +77,14 @@ def select(
 
     Raises:
         FloatingPointError: a score that is not finite, when called outside a trace.
+        ValueError: evidence of other layers than the selector's view has, as far as their number tells.
     """
+    layers = selector.view.layer_indices(num_layers)
+    if len(evidence.pic) != len(layers) or len(evidence.fresh) != selector.view.fresh:
+        raise ValueError(
+            f"The evidence holds {len(evidence.pic)} layers, and the view of selector {selector.name!r} has "
+            f"{len(layers)}; probe with this selector's view: probe(..., selector.view)."
+        )
     selection, broken = _select(selector, evidence, k, num_layers, pick, params)
     if not isinstance(broken, Tracer):
         check_scores(selector, int(broken))

@@ -27,13 +27,18 @@ def top_k(scores: Float[Array, "*B S"], k: Count) -> Bool[Array, "*B S"]:
 
 
 def soft_top_k(
-    scores: Float[Array, "*B S"], k: Count, *, temperature: Float[AnyArray, ""] | float = 0.1
+    scores: Float[Array, "*B S"], k: Count, *, temperature: Float[AnyArray, ""] | float | int = 0.1
 ) -> Float[Array, "*B S"]:
     """Differentiable top-k: sigmoid((score - threshold) / temperature), the threshold such that weights sum to k.
 
     The threshold is found by bisection outside the gradient; one differentiable Newton step then gives exactly the
     implicit gradient. Scores of -inf weigh nothing. At k = 0 and k = all the weights are the hard ones, gradient zero.
+
+    Raises:
+        ValueError: a temperature, known outside a trace, that is not above 0; use `top_k` for the limit.
     """
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; use a number above 0, or top_k for hard weights.")
     real = scores > -jnp.inf
     safe = jnp.where(real, scores, 0.0).astype(jnp.float32)
     count = real.sum(-1, keepdims=True).astype(jnp.float32)

@@ -158,6 +158,7 @@ def test_answer_over_files_does_not_need_a_store_that_keeps_them(as_json, folder
     """A full disk warns and costs time; the passages are at hand."""
     asked = ("answer", "Which river?", "--passages", passages, "--model", folder, "--selector", "reuse")
     expected = as_json(*asked, "--max-new-tokens", 1, "--store", "kept", "--chunk-tokens", 32)
+    assert expected["report"]["hits"] == 0 and len(expected["report"]["missed"]) == len(expected["chunks"])
     monkeypatch.setattr(ChunkStore, "_write", lambda store, encoded: None)
     found = as_json(*asked, "--max-new-tokens", 1, "--store", "lost", "--chunk-tokens", 32)
     assert found["tokens"] == expected["tokens"] and found["chunks"] == expected["chunks"]

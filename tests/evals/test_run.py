@@ -299,6 +299,15 @@ def test_one_model_has_one_key_however_its_path_is_spelled(data, tmp_path, monke
     assert make_plan(settings(data), "Qwen/Qwen3-8B", text_model(2)).name == "Qwen/Qwen3-8B"  # no such folder here
 
 
+def test_layers_that_the_model_lacks_are_refused_before_anything_is_measured(data, tmp_path):
+    """Also by a dry run; a folder with rows could not be used for the right layers."""
+    asked = settings(data, methods=(Entry("epic", (0.3,)), Entry("qcfuse", (0.3,))), layers=(99,))
+    for measure in (evaluate, estimate):
+        with pytest.raises(ValueError, match=r"View.layers holds 99, but this model has layers 0\.\."):
+            measure(asked, tmp_path, load=lambda name, **options: text_model(2))
+    assert not (tmp_path / ROWS).exists()
+
+
 def test_models_are_loaded_for_the_longest_request(data, tmp_path):
     """A longrope model's other factor set can be asked for; its rows are told apart by the fingerprint."""
     loaded = []
