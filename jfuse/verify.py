@@ -178,7 +178,7 @@ def _of_selector(selector: Selector, case: Case, single: Case) -> Iterator[Check
         yield Check("ID-2", IDENTITIES["ID-2"], selector.name, _reuse_error(case, case.serve(selector, 0.0)), 0.0)
     alone = [single.serve(selector, ratio) for ratio in (0.0, RATIO, 1.0)]
     # Rows that see less than all before them (RelaxKV) differ from full prefill by design.
-    seeing = [run for run in alone if run is None or not any(run.rows) or np.asarray(run.selection.visible).all()]
+    seeing = [run for run in alone if run is None or not any(run.work.rows) or np.asarray(run.selection.visible).all()]
     yield from _equals_full("ID-3", selector.name, single, seeing)
     yield Check("ID-7", IDENTITIES["ID-7"], selector.name, _kept_error(case, case.serve(selector, RATIO)), 0.0)
 
