@@ -110,9 +110,9 @@ def test_a_fusion_that_touches_an_unselected_row(model, monkeypatch):
     """One stray write at ratio 0.3 fails ID-7, and at ratio 0 ID-2; at ratio 1 there is no stray row left."""
     fuse_layers = serving.fuse_layers
 
-    def stray(model, context, selection, work, **options):
+    def stray(model, context, selection, work, begun, **options):
         rows = np.flatnonzero(~np.asarray(selection.recompute[0]) & (np.asarray(context.segments) >= 0))[:1]
-        for kv in fuse_layers(model, context, selection, work, **options):
+        for kv in fuse_layers(model, context, selection, work, begun, **options):
             yield LayerKV(kv.k.at[rows].add(1e-7), kv.v)
 
     monkeypatch.setattr(serving, "fuse_layers", stray)
