@@ -122,17 +122,30 @@ class Begun(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What a selector may look at: the layers of its view, in the view's order."""
+    """What a selector may look at: the layers of its view, in the view's order.
 
-    queries: tuple[Float[Array, "U N H"], ...]  # query states at request positions (QCFuse eqs. 9, 17)
-    pic: tuple[LayerKV, ...]  # context entries at request positions; prefix and padding included
-    query: tuple[LayerKV, ...]  # the query's own keys and values, for denominators that include them
-    begun: Begun | None  # recomputed first layers, only for views that ask (CacheBlend)
-    scoring_rows: Bool[AnyArray, " U"]  # the question proper, without template head and tail; padding is False
-    query_positions: Int[AnyArray, " U"]  # PAD_POSITION where padded
+    Attributes:
+        queries: query states at request positions, rotated, a layer each [U, N, H] (QCFuse eqs. 9, 17).
+        pic: cached context entries at request positions, a layer each [S, K, H]; prefix and padding included.
+        query: the query's own keys and values, for denominators that include them.
+        begun: recomputed first layers, for views that ask for them (CacheBlend).
+        scoring_rows: which query rows are the question proper, without the template; padding is False [U].
+        query_positions: PAD_POSITION where padded [U].
+        positions: PAD_POSITION where padded [S].
+        segments: chunk of every entry, counted from 0; PREFIX_SEGMENT (-2) and PADDING_SEGMENT (-1) are never selected
+            [S].
+        offsets: position of every entry inside its own chunk [S].
+    """
+
+    queries: tuple[Float[Array, "U N H"], ...]
+    pic: tuple[LayerKV, ...]
+    query: tuple[LayerKV, ...]
+    begun: Begun | None
+    scoring_rows: Bool[AnyArray, " U"]
+    query_positions: Int[AnyArray, " U"]
     positions: Int[AnyArray, " S"]
     segments: Int[AnyArray, " S"]
-    offsets: Int[AnyArray, " S"]  # position inside its own chunk
+    offsets: Int[AnyArray, " S"]
 
     @property
     def fresh(self) -> KVCache:

@@ -24,6 +24,9 @@ PickFn = Callable[..., Any]
 class Selector(NamedTuple):
     """A selection method. Hashable, hence a static argument of jit; build variants with `_replace`.
 
+    `score(evidence, params)` rates every position on each layer of the view, [Lv, S], or on all of them together,
+    [1, S]; prefix and padding are never chosen, whatever they score.
+
     `rule` and `ratio` are the method's own rounding rule and default ratio; `source` is the paper's section. `spend`
     stands in for `rule` where a method counts other tokens than the context's, or has a second budget.
     """
