@@ -75,6 +75,7 @@ def report(result: dict[str, Any], out: Path) -> list[Any]:
         (*columns, f"KL ({number})", f"NLL ({number})"),
         rows,
         f"{len(result['questions'])} questions, {result['num_context']:,} context tokens; medians",
+        "share: of the speed-up that FLOPs allow; noise may take it past 100 %. "
         f"KL: first token against full prefill. NLL: of the reference answer. Last columns: all {number} candidate "
         f"questions, of which full prefill answers {result['num_kept']} rightly; the questions shown are the first of "
         "those.",
