@@ -479,6 +479,8 @@ def test_evidence_of_another_view_is_refused():
     """As far as the number of layers tells."""
     request = build_request()
     evidence, _ = probed(request, selectors.qcfuse((1, 2)), 0.3)
-    for other in (selectors.prophetkv(), selectors.qcfuse((1,)), selectors.cacheblend(), selectors.epic()):
+    num_layers = request.model.config.num_layers
+    for other in (selectors.prophetkv(), selectors.qcfuse((1,)), selectors.cacheblend()):
         with pytest.raises(ValueError, match=r"evidence holds 2 layers.*probe\(\.\.\., selector\.view\)"):
-            select(other, evidence, 3, num_layers=request.model.config.num_layers)
+            select(other, evidence, 3, num_layers=num_layers)
+    assert select(selectors.epic(), evidence, 3, num_layers=num_layers).recompute[0].sum() == 3  # it looks at none

@@ -82,11 +82,13 @@ def select(
         FloatingPointError: a score that is not finite, when called outside a trace.
         ValueError: evidence of other layers than the selector's view has, as far as their number tells.
     """
-    layers = selector.view.layer_indices(num_layers)
-    if len(evidence.pic) != len(layers) or len(evidence.fresh) != selector.view.fresh:
+    found, wanted = len(evidence.pic), len(selector.view.layer_indices(num_layers))
+    # Scores that come from elsewhere need no layers, and those that look at none can do with any.
+    if (found and wanted and found != wanted) or len(evidence.fresh) < selector.view.fresh:
         raise ValueError(
-            f"The evidence holds {len(evidence.pic)} layers, and the view of selector {selector.name!r} has "
-            f"{len(layers)}; probe with this selector's view: probe(..., selector.view)."
+            f"The evidence holds {found} layers, {len(evidence.fresh)} recomputed, and the view of selector "
+            f"{selector.name!r} has {wanted}, {selector.view.fresh} recomputed; probe with this selector's view: "
+            "probe(..., selector.view)."
         )
     selection, broken = _select(selector, evidence, k, num_layers, pick, params)
     if not isinstance(broken, Tracer):
