@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jfuse.anchors import AnchorRule, chunk_anchors
+from jfuse.anchors import NUM_SINKS, AnchorRule, chunk_anchors
 from jfuse.chunks import encode_chunk
 from jfuse.config import FusionConfig, View
 from jfuse.costs import realised_ratio
@@ -24,7 +24,7 @@ from jfuse.fuse import fuse, fusion_work
 from jfuse.generate import generate
 from jfuse.models.decoder import Model
 from jfuse.pipeline import ResidentChunks, encode_prefix, full_prefill, serve
-from jfuse.probe import probe
+from jfuse.probe import chunk_offsets, probe
 from jfuse.report import Compilations
 from jfuse.selectors.base import Selector, budget_for, no_score, select
 from jfuse.stitch import make_layout, prefix_tokens, stitch, stitch_anchors
@@ -97,7 +97,7 @@ class Case:
         selector, seconds = method.selector, {}
         if selector is None:
             fused, logits = self.full, self.full_logits
-            figures = {"realised": 1.0, "rows": None, "visible": 1.0, "recall": None}
+            figures = {"realised": 1.0, "rows": None, "visible": 1.0, "sinks": None, "recall": None}
         else:
             selection = self.choose(method)
             fused = self.fuse(selection)
@@ -111,12 +111,19 @@ class Case:
         return Measured(self._scored(logits) | figures, answer, seconds)
 
     def spent(self, selection: Selection) -> dict[str, Any]:
-        """What a selection costs: states recomputed, rows per layer, share of the context that rows may see."""
-        recompute, context = np.asarray(selection.recompute), np.asarray(self.stale.segments) >= 0
+        """What a selection costs, and how much of it goes to the first tokens of chunks, which draw attention anyway.
+
+        States recomputed, rows per layer, share of the context that rows may see; `sinks` is the share of the
+        recomputed states that stand among the first `NUM_SINKS` of their chunk, None where nothing is recomputed.
+        """
+        segments = np.asarray(self.stale.segments)
+        recompute, context = np.asarray(selection.recompute), segments >= 0
+        total, sinks = recompute.sum(), recompute[:, context & (chunk_offsets(segments) < NUM_SINKS)].sum()
         return {
             "realised": round(realised_ratio(recompute, int(context.sum())), 6),
             "rows": recompute.sum(1).tolist(),
             "visible": round(float(np.asarray(selection.visible)[:, context].mean()), 6),
+            "sinks": round(float(sinks / total), 6) if total else None,
         }
 
     def choose(self, method: Method) -> Selection:

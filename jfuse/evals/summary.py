@@ -18,7 +18,7 @@ from jfuse.evals.records import Row
 BETTER = {"kl": -1, "first_kl": -1, "nll": -1, "top1": 1, "score": 1}
 """Measures on which a gap is closed, and whether they should grow."""
 
-OTHERS = ("realised", "visible", "recall", "context", "ttft")
+OTHERS = ("realised", "visible", "sinks", "recall", "context", "ttft")
 EQUAL_WORK = 0.03
 RESAMPLES = 2000
 TINY = 1e-12  # nats

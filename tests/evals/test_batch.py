@@ -45,8 +45,8 @@ def test_batch_equals_single_runs(cases, name):
     together = measure_batch(cases, method)
     for case, batched in zip(cases, together, strict=True):
         alone = case.measure(method).figures
-        assert {key: batched[key] for key in ("rows", "realised", "visible")} == {
-            key: alone[key] for key in ("rows", "realised", "visible")
+        assert {key: batched[key] for key in ("rows", "realised", "visible", "sinks")} == {
+            key: alone[key] for key in ("rows", "realised", "visible", "sinks")
         }
         assert batched.keys() == alone.keys()
         for key in ("kl", "first_kl", "nll", "top1"):

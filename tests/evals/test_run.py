@@ -162,6 +162,11 @@ def test_figures_are_those_of_the_serving_path(data, whole):
     recompute = np.asarray(selection.recompute)
     assert row["rows"] == recompute.sum(1).tolist()
     assert row["realised"] == pytest.approx(recompute.sum() / (recompute.shape[0] * row["context"]), abs=1e-6)
+    first, start = [], len(prompt.prefix)
+    for chunk in prompt.chunks:
+        first += range(start, start + min(4, len(chunk)))
+        start += len(chunk)
+    assert row["sinks"] == pytest.approx(recompute[:, first].sum() / recompute.sum(), abs=1e-6)  # pitfall 35
     ends = {row["method"]: row for row in read_rows(whole / ROWS) if row["id"] == "q0"}
     assert ends[FULL]["kl"] == 0 and ends["reuse"]["realised"] == 0 and ends["reuse"]["kl"] > 0
 
