@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfuse.evals.results import Run, markdown, write_results
-from jfuse.evals.summary import Pair, as_row, averages
+from jfuse.evals.summary import EQUAL_WORK, Pair, as_row, averages
 from jfuse.plot import figure_of, panels, quality_against_work
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def page(run: Run) -> str:
     parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
     if run.pairs:
         explained = (
-            "Methods at one ratio, or at realised shares at most 0.03 apart. Difference in KL between the first and "
-            "the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the first. "
+            f"Methods at one ratio, or at realised shares at most {EQUAL_WORK:g} apart. Difference in KL between the first "
+            "and the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the first. "
             "Then the samples on which the first is closer to full prefill."
         )
         parts += ["## Pairs on the same samples", explained, pair_table(run.pairs).rstrip()]

@@ -69,21 +69,17 @@ def prefill_cost(config: ModelConfig, tokens: int, *, past: int = 0) -> Cost:
 
 def fusion_cost(config: ModelConfig, context: ContextCache, selection: Selection) -> Cost:
     """The recomputation that a hard selection asks for, exactly, restricted context and window included."""
-    return cost(config, *_rows_and_edges(context, selection))
+    recompute = np.asarray(selection.recompute)
+    entering = recompute.sum(1)
+    goes_on = np.concatenate([recompute[1:], np.zeros_like(recompute[:1])])
+    edges = [int(seen[on].sum()) for seen, on in zip(keys_seen(context, selection), goes_on, strict=True)]
+    return cost(config, entering.tolist(), goes_on.sum(1).tolist(), edges)
 
 
 def begun_cost(config: ModelConfig, context: ContextCache, selection: Selection, layers: int) -> Cost:
-    """The part of `fusion_cost` that the probe has done: its first layers, the last of them up to keys and values."""
-    entering, leaving, edges = _rows_and_edges(context, selection)
-    return cost(config, entering[:layers], leaving[: max(layers - 1, 0)], edges[: max(layers - 1, 0)])
-
-
-def _rows_and_edges(context: ContextCache, selection: Selection) -> tuple[list[int], list[int], list[int]]:
-    """Per layer, the recomputed positions that enter, those that go on to the next, and the keys that these read."""
-    recompute = np.asarray(selection.recompute)
-    goes_on = np.concatenate([recompute[1:], np.zeros_like(recompute[:1])])
-    edges = [int(seen[on].sum()) for seen, on in zip(keys_seen(context, selection), goes_on, strict=True)]
-    return recompute.sum(1).tolist(), goes_on.sum(1).tolist(), edges
+    """The part of `fusion_cost` that the probe has done: a fusion that ends after so many layers."""
+    recompute, visible = (np.asarray(part)[:layers] for part in (selection.recompute, selection.visible))
+    return fusion_cost(config, context, selection._replace(recompute=recompute, visible=visible))
 
 
 def keys_seen(context: ContextCache, selection: Selection) -> Int[np.ndarray, "L S"]:

@@ -76,7 +76,7 @@ def _count(selection: Selection, segments: Int[AnyArray, " S"] | None, ran: Bool
     other = None
     if ran is not None:
         first = recompute[: len(ran)]
-        other = (first[:-1] != ran[:-1]).any() | (first[-1] & ~ran[-1]).any() | ~first[0].any()
+        other = (first[:-1] != ran[:-1]).any() | (first[-1] & ~ran[-1]).any()
     return recompute.sum(-1), ~selection.visible.all(), (recompute[1:] & ~recompute[:-1]).sum(), keys, other
 
 
@@ -133,12 +133,12 @@ def fuse_layers(
     sizes = [round_up(n, row_block) if n else 0 for n in (*work.rows, 0)]
     positions = jnp.asarray(context.positions, jnp.int32)
     state, blocks = None, model.layers
+    rows_at = functools.partial(_gather, model.config, model.params, context.tokens, positions)
     for l, pic in enumerate(context.kv):
         if sizes[l] == 0:
             yield pic
             continue
         stay = None
-        rows_at = functools.partial(_gather, model.config, model.params, context.tokens, positions)
         if begun is not None and l < work.begun:
             pic = _take(begun.kv[l], pic, selection.recompute[l])
             if l + 1 < work.begun or sizes[l + 1] == 0:

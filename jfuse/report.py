@@ -87,14 +87,14 @@ class Report:
             ("recomputed", f"{most} of {self.num_context} positions, {states}"),
             ("tokens", f"{self.num_prefix} prefix, {self.num_context} context, {self.num_query} query"),
             ("chunks", f"{self.hits} from the store, {len(self.missed)} encoded now, {len(self.skipped)} empty"),
-            ("read before selecting", _megabytes(self.selection_bytes)),
-            ("read in all", _megabytes(self.total_bytes)),
+            ("read before selecting", as_megabytes(self.selection_bytes)),
+            ("read in all", as_megabytes(self.total_bytes)),
             ("speed-up that FLOPs allow", f"{self.flop_limit:.2f}x over full prefill"),
-            ("time to first token", f"{_milliseconds(self.ttft)}, with {self.compilations} compilations"),
-            *((f"  {stage}", _milliseconds(spent)) for stage, spent in self.stages.items() if stage != "decode"),
-            ("decoding", _milliseconds(self.stages.get("decode", 0.0))),
+            ("time to first token", f"{as_milliseconds(self.ttft)}, with {self.compilations} compilations"),
+            *((f"  {stage}", as_milliseconds(spent)) for stage, spent in self.stages.items() if stage != "decode"),
+            ("decoding", as_milliseconds(self.stages.get("decode", 0.0))),
             *(
-                (f"{part.tier} for {part.stage}", f"{_megabytes(part.num_bytes)} in {_milliseconds(part.seconds)}")
+                (f"{part.tier} for {part.stage}", f"{as_megabytes(part.num_bytes)} in {as_milliseconds(part.seconds)}")
                 for part in self.transfers
             ),
             *(("missed", f"chunk {index}: {reason}") for index, reason in self.missed.items()),
@@ -103,8 +103,9 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.lines)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.lines)
+        lines = self.lines
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with what follows from them."""
@@ -120,11 +121,13 @@ class Report:
         }
 
 
-def _megabytes(num_bytes: int) -> str:
+def as_megabytes(num_bytes: int) -> str:
+    """Bytes for people."""
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def _milliseconds(seconds: float) -> str:
+def as_milliseconds(seconds: float) -> str:
+    """Seconds for people."""
     return f"{seconds * 1e3:,.0f} ms"
 
 

@@ -108,13 +108,3 @@ def working(message: str) -> Iterator[None]:
         return
     with console.status(message):
         yield
-
-
-def as_megabytes(num_bytes: int) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / 1e6:,.1f} MB"
-
-
-def as_milliseconds(seconds: float) -> str:
-    """Seconds for people."""
-    return f"{seconds * 1e3:,.0f} ms"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jfuse.cli.command import Command, as_milliseconds, make_table, working
+from jfuse.cli.command import Command, make_table, working
+from jfuse.report import as_milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)

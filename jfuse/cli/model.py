@@ -10,11 +10,11 @@ from jfuse.cli.command import (
     DEFAULT_MODEL,
     Command,
     ModelCommand,
-    as_megabytes,
     make_table,
     working,
 )
 from jfuse.cli.store import needed_tokenizer
+from jfuse.report import as_megabytes
 
 if TYPE_CHECKING:
     from jfuse.evals.data import Sample

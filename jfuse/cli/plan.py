@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from jfuse.cli.command import ModelCommand, as_megabytes, as_milliseconds, make_table, working
+from jfuse.cli.command import ModelCommand, make_table, working
 from jfuse.cli.selector import SelectorCommand
+from jfuse.report import as_megabytes, as_milliseconds
 
 if TYPE_CHECKING:
     from jfuse.hardware import Hardware

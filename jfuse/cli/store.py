@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfuse.cli.command import DEFAULT_STORE, Command, ModelCommand, as_megabytes, make_table
+from jfuse.cli.command import DEFAULT_STORE, Command, ModelCommand, make_table
+from jfuse.report import as_megabytes
 
 if TYPE_CHECKING:
     from jfuse.cli.passages import Piece

@@ -173,11 +173,11 @@ def _methods(
     num_layers: int | None = None,
 ) -> list[tuple[Method, int]]:
     """Methods in the order given, each with the number of samples it is measured on."""
-    given: dict[str, Any] = {"layers": layers, "selectors": selectors, "num_layers": num_layers}
     found = {method.key: (method, settings.limit) for method in ends()}
     for entry in settings.methods:
         limit = min(settings.limit, entry.limit or settings.limit)
-        for method in make_methods([entry.selector], entry.ratios, **given):
+        made = make_methods([entry.selector], entry.ratios, layers=layers, selectors=selectors, num_layers=num_layers)
+        for method in made:
             if method.key not in found or limit > found[method.key][1]:
                 found[method.key] = (method, limit)
     return list(found.values())

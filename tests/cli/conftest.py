@@ -1,6 +1,7 @@
 """A tiny model in a Hugging Face folder that the tests write, passages, a store of them, and the command line."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -86,8 +87,10 @@ def run(capsys, monkeypatch, tmp_path):
     capsys.readouterr()
 
     def call(*arguments: object) -> tuple[int, str, str]:
+        words = [str(argument) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["jfuse", *words])  # what manifests call the command
         try:
-            code = main([str(argument) for argument in arguments])
+            code = main(words)
         except SystemExit as leaving:
             code = leaving.code
         return code, *capsys.readouterr()

@@ -86,7 +86,7 @@ def test_studies_of_quality_go_on_where_they_stopped(as_json, folder, towns, tmp
     assert as_json(*asked, "--out", tmp_path)["rows"] == result["rows"]
     assert result["settings"]["layers"] == [1] and result["settings"]["measure"] == "kl"
     (manifest,) = (tmp_path / "parts").rglob("manifest.json")
-    assert json.loads(manifest.read_text())["command"].startswith("jfuse")
+    assert json.loads(manifest.read_text())["command"].startswith(f"jfuse study {name} ")
     variant = f"-{arguments[1]}" if name != "tradeoff" else ""
     check_files(tmp_path, name + variant)
 

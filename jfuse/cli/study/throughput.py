@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jfuse.cli.command import as_milliseconds, make_table
+from jfuse.cli.command import make_table
 from jfuse.cli.selector import SelectorCommand
 from jfuse.cli.store import needed_tokenizer
 from jfuse.cli.study.base import Study
+from jfuse.report import as_milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
