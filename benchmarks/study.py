@@ -73,9 +73,9 @@ def page(run: Run) -> str:
     parts += ["## Mean share of the KL gap closed, over the tasks", average_table(run).rstrip()]
     if run.pairs:
         explained = (
-            f"Methods at one ratio, or at realised shares at most {EQUAL_WORK:g} apart. Difference in KL between the first "
-            "and the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the first. "
-            "Then the samples on which the first is closer to full prefill."
+            f"Methods at one ratio, or at realised shares at most {EQUAL_WORK:g} apart. Difference in KL between the "
+            "first and the second, as a share of reuse's KL, with its 95 % bootstrap interval; negative speaks for the "
+            "first. Then the samples on which the first is closer to full prefill."
         )
         parts += ["## Pairs on the same samples", explained, pair_table(run.pairs).rstrip()]
     versions = ", ".join(f"{name} {version}" for name, version in run.manifest["versions"].items())
