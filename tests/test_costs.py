@@ -14,6 +14,8 @@ from jfuse.types import ContextCache, Selection, Sizes
 
 CONFIG = tiny_config(num_layers=3, num_heads=6, num_kv_heads=2, head_size=8, width=40, mlp_width=56)
 SIZES = Sizes(5, (21, 1, 13), 7)
+LAYOUT = make_layout([np.zeros(n, np.int32) for n in SIZES.chunks], np.zeros(5, np.int32), pad_to=64)
+CONTEXT = ContextCache(LAYOUT.tokens, LAYOUT.positions, LAYOUT.segments, ())
 PARAMS = shape_params(CONFIG)
 EDGE = 2 * 2 * 6 * 8  # a product with the key and one with the value, for six heads of eight numbers
 
@@ -48,10 +50,8 @@ def test_prefill(past):
 def test_fusion(per_layer, window):
     """A staircase under a restricted context: a row attends only where it goes on to the next layer, and reads itself,
     the prefix, the visible set and the window before it."""
-    layout = make_layout([np.zeros(n, np.int32) for n in SIZES.chunks], np.zeros(5, np.int32), pad_to=64)
-    context = ContextCache(layout.tokens, layout.positions, layout.segments, ())
     rng = np.random.default_rng(0)
-    depth = np.where(layout.segments >= 0, rng.integers(-2, 3, len(layout.segments)), -1)  # deepest layer of each
+    depth = np.where(LAYOUT.segments >= 0, rng.integers(-2, 3, len(LAYOUT.segments)), -1)  # deepest layer of each
     recompute = depth[None] >= np.arange(3)[:, None]
     visible = rng.random((3 if per_layer else 1, len(depth))) < 0.3
     edges = flops = 0
@@ -64,7 +64,7 @@ def test_fusion(per_layer, window):
                 edges += sum(key < 5 or seen[key] or row - key <= window for key in range(row + 1))
     rows = tuple(int(own.sum()) for own in recompute)
     assert rows[0] > rows[1] > rows[2] > 0
-    found = costs.fusion_cost(CONFIG, context, Selection(recompute, visible, np.int32(window)))
+    found = costs.fusion_cost(CONFIG, CONTEXT, Selection(recompute, visible, np.int32(window)))
     assert found == (rows, edges, flops + EDGE * edges)
 
 
@@ -107,9 +107,7 @@ def test_probe(view, visible):
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 def test_what_the_probe_has_begun(layers):
     """Of its layers the probe has run the rows of all but the last in full, and of that one the keys and values."""
-    layout = make_layout([np.zeros(n, np.int32) for n in SIZES.chunks], np.zeros(5, np.int32), pad_to=64)
-    context = ContextCache(layout.tokens, layout.positions, layout.segments, ())
-    everyone = np.broadcast_to(layout.segments >= 0, (3, len(layout.segments)))
+    everyone = np.broadcast_to(LAYOUT.segments >= 0, (3, len(LAYOUT.segments)))
     edges = flops = 0
     for layer in range(layers):
         for row in range(5, 40):
@@ -118,5 +116,5 @@ def test_what_the_probe_has_begun(layers):
                 flops += QUERIES + AFTER
                 edges += row + 1
     selection = Selection(everyone, np.ones((1, everyone.shape[1]), bool), np.int32(0))
-    found = costs.begun_cost(CONFIG, context, selection, layers)
+    found = costs.begun_cost(CONFIG, CONTEXT, selection, layers)
     assert (found.edges, found.flops) == (edges, flops + EDGE * edges)

@@ -12,14 +12,13 @@ from jfuse import selectors
 from jfuse.fuse import Work, cache_error, fuse, fuse_layer, fusion_work, soft_fuse
 from jfuse.generate import prefill_query
 from jfuse.models.decoder import Model, prefill
-from jfuse.probe import probe
 from jfuse.selectors.allocate import uniform
-from jfuse.selectors.base import budget_for, select
+from jfuse.selectors.base import select
 from jfuse.selectors.topk import soft_top_k
 from jfuse.stitch import stitch
 from jfuse.types import Selection
 from tests.reference import restricted_mask
-from tests.tiny import build_model, build_request
+from tests.tiny import build_model, build_request, choose, look
 
 pytestmark = pytest.mark.usefixtures("strict")
 fusing = importlib.import_module("jfuse.fuse")  # `jfuse.fuse` is the function
@@ -434,7 +433,7 @@ def test_layers_that_the_probe_has_run_are_not_run_again(name, ratio, row_block,
     At ratio 1 the gradual filter's last budget lets everyone through, and the probe has run fewer.
     """
     request, selector = build_request(), BEGINNING[name]
-    evidence, chosen = probed(request, selector, ratio)
+    evidence, chosen = look(request, selector), choose(request, selector, ratio)
     whole = fuse(request.model, request.context, chosen)
     work = fusion_work(chosen, begun=evidence.begun)
     assert work.begun == (0 if (name, ratio) == ("paper", 1.0) else selector.view.fresh)
@@ -453,24 +452,16 @@ def test_layers_that_the_probe_has_run_are_not_run_again(name, ratio, row_block,
 def test_a_probe_that_began_otherwise_is_not_taken(name, ratio):
     """A budget of 0, and targets that are not everyone at the first layers: then fusion starts from the embeddings."""
     request = build_request()
-    evidence, _ = probed(request, selectors.cacheblend(), 0.3)
-    _, chosen = probed(request, selectors.by_name(name, layers=(1, 2)), ratio)
+    evidence = look(request, selectors.cacheblend())
+    chosen = choose(request, selectors.by_name(name, layers=(1, 2)), ratio)
     assert fusion_work(chosen, begun=evidence.begun).begun == 0
     ours = fuse(request.model, request.context, chosen, begun=evidence.begun)
     assert bytes_of(ours) == bytes_of(fuse(request.model, request.context, chosen))
 
 
-def probed(request, selector, ratio):
-    """Evidence, and what the selector makes of it."""
-    view = selector.view
-    evidence = probe(request.model, request.query, request.view_cache(view), request.context, view)
-    k = budget_for(selector, ratio, request.context.sizes(len(request.query)))
-    return evidence, select(selector, evidence, k, num_layers=request.model.config.num_layers)
-
-
 def test_a_traced_selection_needs_its_count():
     request = build_request()
-    _, chosen = probed(request, selectors.epic(), 0.3)
+    chosen = choose(request, selectors.epic(), 0.3)
     with pytest.raises(TypeError, match=r"selection is traced.*work=fusion_work\(selection\)"):
         jax.jit(lambda chosen: fuse(request.model, request.context, chosen).kv)(chosen)
 
@@ -478,7 +469,7 @@ def test_a_traced_selection_needs_its_count():
 def test_evidence_of_another_view_is_refused():
     """As far as the number of layers tells."""
     request = build_request()
-    evidence, _ = probed(request, selectors.qcfuse((1, 2)), 0.3)
+    evidence = look(request, selectors.qcfuse((1, 2)))
     num_layers = request.model.config.num_layers
     for other in (selectors.prophetkv(), selectors.qcfuse((1,)), selectors.cacheblend()):
         with pytest.raises(ValueError, match=r"evidence holds 2 layers.*probe\(\.\.\., selector\.view\)"):

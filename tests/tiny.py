@@ -16,7 +16,7 @@ from jfuse.pipeline import encode_prefix
 from jfuse.probe import probe
 from jfuse.selectors.base import Selector, budget_for, select
 from jfuse.stitch import make_layout, stitch, stitch_anchors
-from jfuse.types import AnchorCache, Chunk, ContextCache, Selection
+from jfuse.types import AnchorCache, Chunk, ContextCache, Evidence, Selection
 from tests.reference import Reference, restricted_mask
 
 SIZE = 192  # one context bucket for nearly all tests, so that they share what is compiled
@@ -133,9 +133,14 @@ class Request(NamedTuple):
         return recompute
 
 
+def look(request: Request, selector: Selector) -> Evidence:
+    """What the selector sees of the request."""
+    return probe(request.model, request.query, request.view_cache(selector.view), request.context, selector.view)
+
+
 def choose(request: Request, selector: Selector, ratio: float, **options) -> Selection:
     """Probe and select, as a request does."""
-    evidence = probe(request.model, request.query, request.view_cache(selector.view), request.context, selector.view)
+    evidence = look(request, selector)
     k = budget_for(selector, ratio, request.context.sizes(len(request.query)))
     return select(selector, evidence, k, num_layers=request.model.config.num_layers, **options)
 
